@@ -1,0 +1,249 @@
+"""Configuration: the dataclasses of a run, and the door where YAML becomes checked dataclasses."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+PACKAGE = Path(__file__).resolve().parent
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # installed, or a checkout
+DATA = PACKAGE / "data_files" if (PACKAGE / "data_files").is_dir() else PACKAGE.parent / "data"
+PHASES = ("generate", "cache", "train", "export", "evaluate", "report")
+
+T = TypeVar("T")
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise ValueError(message) unless the condition holds: for what a user can cause."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass
+class SamplingConfig:
+    """How the target answers the training prompts."""
+
+    temperature: float = 0.0
+    """0 answers greedily."""
+    top_p: float = 1.0
+    top_k: int = 64
+    """Candidates kept before top_p; also bounds the work of sampling on a CPU."""
+
+    def __post_init__(self):
+        check(self.temperature >= 0, f"target.sampling.temperature must not be negative, got {self.temperature}")
+        check(0 < self.top_p <= 1, f"target.sampling.top_p must be in (0, 1], got {self.top_p}")
+        check(self.top_k >= 1, f"target.sampling.top_k must be positive, got {self.top_k}")
+
+
+@dataclass
+class TargetConfig:
+    """A frozen language model: where it comes from, and how it is talked to."""
+
+    name: str
+    source: str
+    """hub | folder | package | random"""
+    path: str
+    """Hub id, folder, importable package that ships a GGUF, or a name of a seeded random model."""
+    revision: str = "main"
+    taps: dict[str, list[int]] = field(default_factory=dict)
+    """Tapped decoder layers for each drafter kind; id i is the output of layer i (hidden_states[i + 1])."""
+    mask_token_id: int = -1
+    """Id that fills the slots of a block drafter; must be a row of the target's embedding."""
+    thinking: bool | None = None
+    """Passed to the chat template as enable_thinking; null where the template knows no such switch."""
+    stop_ids: list[int] = field(default_factory=list)
+    """Tokens that end a response."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    dtype: str = "bfloat16"
+    config: dict[str, Any] = field(default_factory=dict)
+    """Config of the model to build, for source random."""
+
+    def __post_init__(self):
+        sources = ("hub", "folder", "package", "random")
+        check(self.source in sources, f"target.source must be one of {sources}, got {self.source!r}")
+        check(bool(self.stop_ids), "target.stop_ids is empty: a response could never end")
+
+
+@dataclass
+class GenerateConfig:
+    """Answering the prompts."""
+
+    max_new_tokens: int = 192
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out, and counted."""
+    batch_size: int = 192
+    seed: int = 0
+    greedy_prompts: int = 40
+    """Validation prompts, and as many test prompts, that are answered greedily at batch 1 for replay."""
+    greedy_max_new_tokens: int = 96
+
+
+@dataclass
+class CacheConfig:
+    """Caching the target's features."""
+
+    batch_tokens: int = 4096
+    shard_bytes: int = 256 * 2**20
+    dtype: str = "bfloat16"
+
+
+@dataclass
+class TrainConfig:
+    """Loop-aware training (DESIGN: cross-stage unrolling)."""
+
+    depth_exposure: int = 3
+    """N: extra stages S - 1 ~ U{1..N}. 0 is the base recipe: one stage, first-stage loss alone."""
+    stages: str = "first_last"
+    """Which stages carry loss: first_last | all | last."""
+    detach: bool = False
+    """Cut the gradient through own states."""
+    steps: int = 0
+    """Optimiser steps; 0 means `epochs` passes over the data."""
+    epochs: float = 1.0
+    batch_size: int = 8
+    """Sequences per optimiser step, over all ranks and micro-batches."""
+    micro_batch_size: int = 8
+    """Sequences per forward on one rank."""
+    origins: int = 32
+    """Origins drawn per sequence (fewer where the response is short)."""
+    lr: float = 1e-4
+    warmup: float = 0.04
+    """Share of the steps with linear warm-up; cosine to zero after it."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    beta2: float = 0.999
+    max_length: int = 4096
+    """Samples are cut on the right to this many tokens."""
+    loss_rows: int = 4096
+    """Most [rows, V] logits alive at once; the rest is recomputed in chunks."""
+    seed: int = 0
+    save_every: int = 200
+    keep: int = 2
+    log_every: int = 10
+    validate_every: int = 0
+    """Replay on validation prompts every so many steps; 0 is only at the end."""
+    validate_prompts: int = 16
+    precision: str = "bfloat16"
+    """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
+    max_bad_steps: int = 5
+    """Steps with a NaN or infinite loss that are skipped before the run stops."""
+    processes: int = 0
+    """Ranks on this node; 0 means one for each accelerator, one on a CPU."""
+    threads: int = 0
+    """Threads of a CPU rank; 0 shares the cores out."""
+
+    def __post_init__(self):
+        check(self.depth_exposure >= 0, f"train.depth_exposure must not be negative, got {self.depth_exposure}")
+        check(self.stages in ("first_last", "all", "last"), f"train.stages must be first_last, all or last, got {self.stages!r}")
+        check(self.batch_size % self.micro_batch_size == 0,
+              f"train.batch_size {self.batch_size} must be a multiple of train.micro_batch_size {self.micro_batch_size}")
+        check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")
+        check(self.origins >= 1, f"train.origins must be positive, got {self.origins}")
+
+
+@dataclass
+class DeepSpeedConfig:
+    """What of DeepSpeed's own configuration a user sets."""
+
+    stage: int = 0
+    offload: bool = False
+
+    def __post_init__(self):
+        check(self.stage in (0, 1, 2, 3), f"deepspeed.stage must be 0, 1, 2 or 3, got {self.stage}")
+
+
+@dataclass
+class EvaluateConfig:
+    """Live decoding and replay on test prompts."""
+
+    prompts: int = 40
+    """Test prompts, spread over the categories."""
+    max_new_tokens: int = 96
+    max_stages: int = 16
+    """Safety cap of a round."""
+    replay_stages: int = 5
+    """Stages that replay drafts from every position."""
+    thresholds: list[float] = field(default_factory=lambda: [-0.25, -0.5, -0.75, -1.0])
+    extra: dict[str, str] = field(default_factory=dict)
+    """More drafters for the table: label -> drafter folder."""
+    bootstrap: int = 2000
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+
+@dataclass
+class LogConfig:
+    """Weights & Biases."""
+
+    project: str = "dloop_train"
+    mode: str = "auto"
+    """auto is online with a key and offline without one; or online, offline, disabled."""
+
+    def __post_init__(self):
+        modes = ("auto", "online", "offline", "disabled")
+        check(self.mode in modes, f"wandb.mode must be one of {modes}, got {self.mode!r}")
+
+
+@dataclass
+class Config:
+    """Everything a run needs."""
+
+    name: str
+    root: Path
+    """Where artifacts live: responses/, features/, runs/."""
+    phases: list[str]
+    drafter: Any
+    """A DrafterConfig (drafters/base.py)."""
+    target: TargetConfig
+    prompts: Any
+    """A Prompts (data/prompts.py)."""
+    gate: Any
+    """A Gate (decoding/gates.py)."""
+    generate: GenerateConfig
+    cache: CacheConfig
+    train: TrainConfig
+    deepspeed: DeepSpeedConfig
+    evaluate: EvaluateConfig
+    wandb: LogConfig
+    dry_run: bool = False
+
+    def __post_init__(self):
+        unknown = [phase for phase in self.phases if phase not in PHASES]
+        check(not unknown, f"phases has {unknown}; known phases are {list(PHASES)}")
+        check("/" not in self.name and self.name not in ("", ".", ".."), f"name must be a plain folder name, got {self.name!r}")
+
+
+TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
+         "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig}
+PLUGINS = ("drafter", "prompts", "gate")
+
+
+def build(node: DictConfig, kind: type[T] = object, where: str = "") -> T:
+    """Turn a config node into a checked dataclass: `kind` itself, or the subclass that `_target_` names."""
+    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    named = values.pop("_target_", None)
+    cls = get_class(named) if named else kind
+    if not issubclass(cls, kind):
+        raise TypeError(f"{where or named}: {cls.__qualname__} is not a {kind.__qualname__}")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+    except OmegaConfBaseException as error:
+        known = ", ".join(f.name for f in fields(cls))
+        raise ValueError(f"{where}: {str(error).splitlines()[0]} (fields of {cls.__name__}: {known})") from None
+
+
+def from_hydra(tree: DictConfig) -> Config:
+    """The whole composed tree as one Config; unknown keys and wrong types fail here."""
+    values = {key: tree[key] for key in tree}
+    for key, kind in TYPED.items():
+        values[key] = build(tree[key], kind, key)
+    for key in PLUGINS:
+        values[key] = build(tree[key], object, key)
+    unknown = set(values) - {f.name for f in fields(Config)}
+    check(not unknown, f"unknown settings {sorted(unknown)}")
+    values["root"] = Path(values["root"]).expanduser()
+    values["phases"] = list(values["phases"])
+    return Config(**values)

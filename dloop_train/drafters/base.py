@@ -1,0 +1,221 @@
+"""Drafter: a model that drafts ahead of a frozen target. Training and decoding run the same two methods, begin and stage."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dloop_train.config import check
+from dloop_train.drafters.layers import MLP, Attention, RMSNorm
+from dloop_train.targets.head import TargetHead
+from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss, TargetSpec
+
+Choose = Callable[[int, Tensor], Tensor]
+"""choose(step, hidden [B, N, D]) -> tokens [B, N]: what a chain feeds to its next pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """Dimensions of a decoder layer, as a config.json names them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    attention_bias: bool
+    head_norms: bool
+    """Qwen3's norms on queries and keys."""
+    max_position_embeddings: int
+
+    @staticmethod
+    def of(config: dict, *, head_norms: bool) -> "LayerSizes":
+        """Read from a config.json of transformers 4 or 5."""
+        check(config.get("hidden_act", "silu") == "silu", f"hidden_act {config.get('hidden_act')!r} is not supported; silu was expected")
+        theta, scaling = read_rope(config)
+        heads = config["num_attention_heads"]
+        return LayerSizes(hidden_size=config["hidden_size"], intermediate_size=config["intermediate_size"], num_attention_heads=heads,
+                          num_key_value_heads=config.get("num_key_value_heads") or heads,
+                          head_dim=config.get("head_dim") or config["hidden_size"] // heads, rms_norm_eps=config["rms_norm_eps"],
+                          rope_theta=theta, rope_scaling=scaling, attention_bias=config.get("attention_bias", False),
+                          head_norms=head_norms, max_position_embeddings=config.get("max_position_embeddings", 4096))
+
+    def public(self) -> dict:
+        """The keys of a config.json, rope both flat (transformers 4, serving engines) and nested (transformers 5)."""
+        rope = {"rope_theta": self.rope_theta, "rope_type": "default"} | (self.rope_scaling or {})
+        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size, "num_attention_heads": self.num_attention_heads,
+                "num_key_value_heads": self.num_key_value_heads, "head_dim": self.head_dim, "rms_norm_eps": self.rms_norm_eps,
+                "rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling, "rope_parameters": rope,
+                "attention_bias": self.attention_bias, "attention_dropout": 0.0, "hidden_act": "silu",
+                "max_position_embeddings": self.max_position_embeddings, "initializer_range": 0.02, "use_cache": True}
+
+
+def read_rope(config: dict) -> tuple[float, dict | None]:
+    """rope_theta and scaling, flat or nested. A missing or contradictory theta is an error: it would only cost acceptance."""
+    nested, flat = config.get("rope_parameters") or {}, config.get("rope_theta")
+    theta = nested.get("rope_theta", flat)
+    check(theta is not None, "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value")
+    check(flat is None or float(flat) == float(theta), f"config.json has rope_theta {flat} at the top level and {theta} in rope_parameters")
+    scaling = {key: value for key, value in (config.get("rope_scaling") or nested).items() if key != "rope_theta"}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    check(kind in ("default", "llama3"), f"rope_type {kind!r} is not supported; default and llama3 are")
+    return float(theta), (scaling | {"rope_type": kind} if kind == "llama3" else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """What a checkpoint's config.json says of a drafter: enough to build it and to write it back."""
+
+    format: str
+    """Public layout: the name of a file in checkpoints/."""
+    sizes: LayerSizes
+    num_layers: int
+    taps: tuple[int, ...]
+    num_target_layers: int | None
+    vocab_size: int
+    target_hidden_size: int
+    state: str = "context_norm"
+    slot: str = "own"
+
+
+@dataclass(kw_only=True)
+class DrafterConfig:
+    """A drafter: where its weights come from and how it is looped."""
+
+    init: str = "scratch"
+    """scratch, a folder, a hub id, or starter:<name> for weights that come with this package."""
+    format: str = ""
+    """Public layout of a drafter from scratch; from released weights it is read from their config.json."""
+    layers: int = 1
+    taps: list[int] = None  # type: ignore[assignment]
+    """Tapped target layers; empty takes the target's list for this kind."""
+    state: str = "context_norm"
+    """Form of own states in later stages: context_norm | post_norm | raw (DESIGN: extra stage)."""
+    slot: str = "own"
+    """Fill-in blocks: which slots' states stand at the positions of a stage, own | next."""
+    revision: str = "main"
+
+    family: ClassVar[str] = ""
+    kind: ClassVar[str] = ""
+    """block or chain: which of the target's tap lists applies."""
+
+    def __post_init__(self):
+        self.taps = list(self.taps or [])
+        check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
+        check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
+        check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")
+
+    def shape(self, target: TargetSpec, taps: list[int]) -> DrafterShape:
+        """The shape of a drafter from scratch."""
+        raise NotImplementedError
+
+    def build(self, shape: DrafterShape, head: TargetHead | None) -> "Drafter":
+        raise NotImplementedError
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm layer of Llama or Qwen3, under the public tensor names."""
+
+    def __init__(self, sizes: LayerSizes, width: int):
+        super().__init__()
+        self.self_attn = Attention(sizes, width)
+        self.mlp = MLP(sizes)
+        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+
+
+class Drafter(nn.Module):
+    """Drafts k tokens a stage for every branch at once.
+
+    Nothing of the target at or after a branch's origin is visible to it; what it drafted itself in this round is. Module
+    attributes carry the public tensor names. The target's head is borrowed and stays outside parameters and state dict.
+    """
+
+    k: int
+    """Tokens per stage."""
+
+    def __init__(self, shape: DrafterShape, head: TargetHead | None):
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleList()
+        self.norm = RMSNorm(shape.sizes.hidden_size, shape.sizes.rms_norm_eps)
+        self.borrow(head)
+
+    def borrow(self, head: TargetHead | None) -> None:
+        """Use this head for embeddings and logits."""
+        object.__setattr__(self, "head", head)
+
+    # What a family implements
+
+    def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
+        """Keys and values of context rows for every layer, and their projected features [B, T, D]."""
+        raise NotImplementedError
+
+    def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
+        """Draft k tokens after each anchor [B, N]."""
+        raise NotImplementedError
+
+    def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
+        """The family's released objective on one stage, as a sum over slots. progress is in [0, 1]."""
+        raise NotImplementedError
+
+    def slot_weights(self) -> Tensor:
+        """Weight of each slot in the loss; it restarts in every stage. [k]"""
+        raise NotImplementedError
+
+    # What all share
+
+    def begin(self, context: Context, origins: Tensor) -> DraftState:
+        """Start a round: `origins` [B, N] are positions of the anchors, at least 1."""
+        kv, projected = self.context_kv(context)
+        return self.open(kv, projected, context.start, origins)
+
+    def commit(self, state: DraftState, context: Context) -> DraftState:
+        """After a verification: drop own states, append what the target now knows; the next origin follows its last row."""
+        kv, projected = self.context_kv(context)
+        both = tuple(KV(torch.cat([old.keys, new.keys], dim=1), torch.cat([old.values, new.values], dim=1))
+                     for old, new in zip(state.context, kv, strict=True))
+        origins = torch.full_like(state.origin, context.start + context.features.shape[1])
+        return self.open(both, projected, context.start, origins)
+
+    def open(self, kv: tuple[KV, ...], projected: Tensor, start: int, origins: Tensor) -> DraftState:
+        return DraftState(context=kv, own=None, origin=origins, position=origins, hidden=None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states of a stage to logits over the draft vocabulary. [..., D] -> [..., V]"""
+        return self.head.logits(self.norm(hidden))
+
+    def token_ids(self, drafted: Tensor) -> Tensor:
+        """Ids of the draft vocabulary to ids of the target."""
+        return drafted
+
+    def rescore(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor:
+        """Logits of the drafted slots given the tokens before each. [B, N, k, V]"""
+        return self.logits(stage.hidden[:, :, stage.predicts])
+
+    def confidence(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor | None:
+        """A learned acceptance estimate [B, N, k], where a family has one."""
+        return None
+
+    def flops_per_stage(self) -> int:
+        """Multiply-adds times two of one branch's stage, attention scores left out."""
+        raise NotImplementedError
+
+
+def take(state: DraftState, branches: int) -> DraftState:
+    """The first `branches` of the N axis: training sorts origins by depth, so that finished ones leave at the end."""
+    if branches == state.origin.shape[1]:
+        return state
+    own = None if state.own is None else tuple(KV(kv.keys[:, :branches], kv.values[:, :branches]) for kv in state.own)
+    return replace(state, own=own, origin=state.origin[:, :branches], position=state.position[:, :branches],
+                   hidden=None if state.hidden is None else state.hidden[:, :branches])
+
+
+def linear_flops(module: nn.Module) -> int:
+    """2 x the weights of all linear layers: the FLOPs of one row through each."""
+    return 2 * sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))

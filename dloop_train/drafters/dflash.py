@@ -1,0 +1,38 @@
+"""DFlash: a block drafter trained with cross-entropy; k tokens in one pass, independent of each other."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dloop_train.drafters.block import BlockConfig, BlockDrafter, BlockShape
+from dloop_train.drafters.losses import by_slot, cross_entropy, stage_loss
+from dloop_train.targets.head import TargetHead
+from dloop_train.types import DraftStage, Labels, StageLoss
+
+
+@dataclass(kw_only=True)
+class DFlashConfig(BlockConfig):
+    """DFlash, in z-lab's layout (fill_in) or DeepSpec's (shifted)."""
+
+    family = "dflash"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.format = self.format or {"fill_in": "zlab_dflash", "shifted": "deepspec_dflash"}[self.alignment]
+
+    def build(self, shape: BlockShape, head: TargetHead | None) -> "DFlash":
+        return DFlash(shape, head, self.gamma)
+
+
+class DFlash(BlockDrafter):
+    """CE on every slot, weighted exp(-j / gamma) (DFlash's recipe)."""
+
+    def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
+        # The norm stays outside: it is trained, while the head below it is frozen.
+        return stage_loss(self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(),
+                          max_rows=max_rows, frozen=True)
+
+    def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head.logits(normed)
+        losses = cross_entropy(logits, tokens)
+        return (weights * losses).sum(), by_slot(logits.argmax(-1) == tokens, slots, self.k, losses)

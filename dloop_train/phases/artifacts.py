@@ -1,0 +1,38 @@
+"""Artifacts: which settings shape the responses, the features and a run, and so their keys."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from dloop_train.config import Config
+from dloop_train.runs import Artifact
+
+
+def target_settings(config: Config) -> dict:
+    """What of the target changes its text."""
+    target = asdict(config.target)
+    return {key: target[key] for key in ("name", "source", "path", "revision", "thinking", "stop_ids", "dtype", "config")}
+
+
+def responses(config: Config) -> Artifact:
+    generate = asdict(config.generate)
+    batch = {key: generate.pop(key) for key in ("batch_size",)}  # bf16 sums depend on who stands in a batch
+    return Artifact(config.root / "responses", {"target": target_settings(config), "prompts": config.prompts.settings(),
+                                                "sampling": asdict(config.target.sampling), **generate, **batch})
+
+
+def features(config: Config) -> Artifact:
+    return Artifact(config.root / "features", {"responses": responses(config).key, "taps": taps(config), "dtype": config.cache.dtype,
+                                               "max_length": config.train.max_length})
+
+
+def taps(config: Config) -> list[int]:
+    """The decoder layers that this run's drafter reads."""
+    kind = config.drafter.kind
+    found = config.drafter.taps or config.target.taps.get(kind)
+    if not found:
+        raise ValueError(f"target {config.target.name} names no taps for {kind} drafters; set drafter.taps=[...] or add target.taps.{kind}")
+    return list(found)
+
+
+def run_folder(config: Config) -> Path:
+    return config.root / "runs" / config.name

@@ -1,0 +1,34 @@
+"""Ranks: who am I, how many are we, sums over all, and printing once."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The element-wise sum over all ranks, as a new tensor."""
+    values = values.clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def say(text: str) -> None:
+    """Print on the first rank, above a progress bar if there is one."""
+    if rank() == 0:
+        print(text, file=sys.stderr, flush=True)

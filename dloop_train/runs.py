@@ -1,0 +1,98 @@
+"""Where artifacts live: keys, manifests, writing beside and renaming, "already done"."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def key_of(settings: dict) -> str:
+    """Hash of exactly the settings that shape an artifact."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write beside and rename: a reader sees the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a JSON-lines file. Errors name the line."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}:{number} is not a JSON object: {error.msg}") from None
+    return rows
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A folder made once by one phase. Its name is the key of `settings`; it exists only when complete."""
+
+    parent: Path
+    settings: dict
+
+    @property
+    def key(self) -> str:
+        return key_of(self.settings)
+
+    @property
+    def folder(self) -> Path:
+        return self.parent / self.key
+
+    @property
+    def partial(self) -> Path:
+        return self.parent / f"{self.key}.partial"
+
+    @property
+    def complete(self) -> bool:
+        return (self.folder / MANIFEST).is_file()
+
+    def begin(self) -> Path:
+        """The folder to write into; what an interrupted phase left there is kept."""
+        self.partial.mkdir(parents=True, exist_ok=True)
+        return self.partial
+
+    def finish(self, **facts) -> None:
+        """Write the manifest and give the folder its name."""
+        write_atomic(self.partial / MANIFEST, json.dumps({"settings": self.settings, **facts}, indent=1, sort_keys=True))
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        os.replace(self.partial, self.folder)
+
+    def facts(self) -> dict:
+        """The manifest of a complete artifact; refuses a folder whose settings are not this artifact's."""
+        if not self.complete:
+            raise FileNotFoundError(f"{self.folder} does not exist yet; run the phase that makes it first")
+        facts = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+        require_same(facts["settings"], self.settings, self.folder)
+        return facts
+
+
+def require_same(found: dict, wanted: dict, where: Path) -> None:
+    """Stop with the fields that differ."""
+    found, wanted = json.loads(json.dumps(found)), json.loads(json.dumps(wanted))
+    differ = [f"{key}: found {found.get(key)!r}, wanted {wanted.get(key)!r}"
+              for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
+    if differ:
+        raise ValueError(f"{where} was made with other settings:\n  " + "\n  ".join(differ)
+                         + "\nchoose another name= (or root=), or delete that folder")

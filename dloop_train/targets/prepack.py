@@ -1,0 +1,31 @@
+"""Prepacked linear layers: bf16 weights kept in oneDNN's own layout, so that a CPU does not reorder them at every call."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.mkldnn import MkldnnLinear
+
+from dloop_train.targets.target import Target
+
+
+class PrepackedLinear(nn.Module):
+    """A frozen bias-free linear layer; the same products as nn.Linear, about twice as fast in batched decoding."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight = linear.weight
+        self.packed = MkldnnLinear(linear, torch.bfloat16)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch._C._nn.mkldnn_linear(rows.to_mkldnn(), self.packed.weight, None).to_dense()
+
+
+def prepack(target: Target) -> Target:
+    """Pack the linear layers of a bf16 target on a CPU, in place; elsewhere nothing changes."""
+    if target.device.type != "cpu" or target.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return target
+    for module in list(target.backbone.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child.bias is None:
+                setattr(module, name, PrepackedLinear(child))
+    target.lm_head = PrepackedLinear(target.lm_head)
+    return target

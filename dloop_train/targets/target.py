@@ -1,0 +1,106 @@
+"""Target: the frozen model that lends its hidden states and judges drafts. All contact with transformers' caches is here."""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from dloop_train.types import TargetSpec
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """One pass over [B, T] tokens."""
+
+    logits: Tensor | None  # [B, T', V] of the rows asked for
+    features: Tensor | None  # [B, T, L*D]
+    last_hidden: Tensor  # [B, T, D] after the final norm
+
+
+class Target:
+    """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec."""
+
+    def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.backbone = model.model
+        self.lm_head = model.lm_head
+        # The name of the argument moved within the tested range of transformers.
+        parameters = inspect.signature(self.backbone.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.backbone.layers):
+            layer.register_forward_hook(self._recorder(index))
+        self._wanted: tuple[int, ...] = ()
+
+    def _recorder(self, index: int):
+        def record(module, args, output):
+            if index in self._wanted:
+                self._tapped[index] = output[0] if isinstance(output, tuple) else output
+        return record
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache()
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, *, cache: DynamicCache | None = None, mask: Tensor | None = None, positions: Tensor | None = None,
+             taps: Sequence[int] = (), logits: slice | None = None) -> TargetOutput:
+        """Run [B, T] tokens after what `cache` holds, and append them to it.
+
+        mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` picks rows of T.
+        """
+        self.require_taps(taps)
+        self._wanted = tuple(taps)
+        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
+        if cache is not None:
+            arguments[self._cache_argument] = cache
+        last_hidden = self.backbone(**arguments).last_hidden_state
+        features = torch.cat([self._tapped[tap] for tap in taps], dim=-1) if taps else None
+        self._tapped.clear()
+        return TargetOutput(None if logits is None else self.head(last_hidden[:, logits]), features, last_hidden)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Post-norm hidden states to logits. [..., D] -> [..., V]"""
+        return self.lm_head(hidden)
+
+    def require_taps(self, taps: Sequence[int]) -> None:
+        """Refuse taps that this target cannot lend."""
+        require_taps(taps, self.spec)
+
+    def commit(self, cache: DynamicCache, past: int, path: Sequence[int]) -> None:
+        """Keep the first `past` rows and, of those after them, the accepted ones (offsets in ascending order)."""
+        if list(path) == list(range(len(path))):
+            keep = slice(0, past + len(path))
+        else:
+            keep = torch.tensor([*range(past), *(past + offset for offset in path)], device=self.device)
+        for layer in cache.layers:
+            layer.keys = layer.keys[:, :, keep]
+            layer.values = layer.values[:, :, keep]
+
+    def keep_sequences(self, cache: DynamicCache, rows: Tensor) -> None:
+        """Drop the sequences of a batch that are finished; rows [B'] are those that stay."""
+        for layer in cache.layers:
+            layer.keys = layer.keys[rows]
+            layer.values = layer.values[rows]
+
+
+def require_taps(taps: Sequence[int], spec: TargetSpec) -> None:
+    """Tap i is the output of decoder layer i. The last one is refused: what transformers returns there is already normed."""
+    for tap in taps:
+        if not 0 <= tap < spec.num_layers - 1:
+            reason = ("it is the last layer, whose output transformers returns after the final norm while serving engines "
+                      "give it before") if tap == spec.num_layers - 1 else "there is no such layer"
+            raise ValueError(f"tap {tap} of target {spec.name} ({spec.num_layers} layers) is refused: {reason}; "
+                             f"choose taps from 0 to {spec.num_layers - 2}")

@@ -128,8 +128,6 @@ class TrainConfig:
     validate_prompts: int = 16
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
-    max_bad_steps: int = 5
-    """Steps with a NaN or infinite loss that are skipped before the run stops."""
     processes: int = 0
     """Ranks on this node; 0 means one for each accelerator, one on a CPU."""
     threads: int = 0
@@ -221,7 +219,7 @@ TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfi
 PLUGINS = ("drafter", "prompts", "gate")
 
 
-def build(node: DictConfig, kind: type[T] = object, where: str = "") -> T:
+def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T:
     """Turn a config node into a checked dataclass: `kind` itself, or the subclass that `_target_` names."""
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     named = values.pop("_target_", None)
@@ -233,6 +231,15 @@ def build(node: DictConfig, kind: type[T] = object, where: str = "") -> T:
     except OmegaConfBaseException as error:
         known = ", ".join(f.name for f in fields(cls))
         raise ValueError(f"{where}: {str(error).splitlines()[0]} (fields of {cls.__name__}: {known})") from None
+
+
+def option(group: str, name: str) -> dict:
+    """The values of one YAML of the tree, conf/<group>/<name>.yaml, without its defaults list."""
+    path = CONF / group / f"{name}.yaml"
+    check(path.is_file(), f"there is no {group} {name!r}; choose one of {sorted(file.stem for file in path.parent.glob('*.yaml'))}")
+    values = OmegaConf.to_container(OmegaConf.load(path))
+    values.pop("defaults", None)
+    return values
 
 
 def from_hydra(tree: DictConfig) -> Config:

@@ -1,7 +1,7 @@
 """Drafter: a model that drafts ahead of a frozen target. Training and decoding run the same two methods, begin and stage."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -92,7 +92,7 @@ class DrafterConfig:
     format: str = ""
     """Public layout of a drafter from scratch; from released weights it is read from their config.json."""
     layers: int = 1
-    taps: list[int] = None  # type: ignore[assignment]
+    taps: list[int] = field(default_factory=list)
     """Tapped target layers; empty takes the target's list for this kind."""
     state: str = "context_norm"
     """Form of own states in later stages: context_norm | post_norm | raw (DESIGN: extra stage)."""
@@ -105,7 +105,6 @@ class DrafterConfig:
     """block or chain: which of the target's tap lists applies."""
 
     def __post_init__(self):
-        self.taps = list(self.taps or [])
         check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
         check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
         check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")

@@ -40,7 +40,6 @@ class BlockConfig(DrafterConfig):
     """Slot weights exp(-j / gamma)."""
 
     kind = "block"
-    formats = {"shifted": "", "fill_in": ""}
 
     def __post_init__(self):
         super().__post_init__()

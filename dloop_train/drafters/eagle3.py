@@ -1,6 +1,6 @@
 """EAGLE-3: a one-layer chain drafter, with a Llama layer (SpecForge's layout) or a Qwen3 layer (DeepSpec's)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from dloop_train.drafters.layers import RMSNorm
 from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
+
+
+FORMATS = ("specforge_eagle3", "deepspec_eagle3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +34,13 @@ class Eagle3Config(ChainConfig):
     draft_vocab_size: int = 0
     """Reduced draft vocabulary of a drafter from scratch: the most frequent response tokens. 0 keeps the target's."""
     fc_norm: bool = False
-    formats: list[str] = field(default_factory=lambda: ["specforge_eagle3", "deepspec_eagle3"])
 
     family = "eagle3"
 
     def __post_init__(self):
         super().__post_init__()
         self.format = self.format or "specforge_eagle3"
-        check(self.format in self.formats, f"drafter.format of eagle3 must be one of {self.formats}, got {self.format!r}")
+        check(self.format in FORMATS, f"drafter.format of eagle3 must be one of {FORMATS}, got {self.format!r}")
         check(self.layers == 1, f"eagle3 drafters have one layer, got drafter.layers={self.layers}")
 
     def shape(self, target: TargetSpec, taps: list[int]) -> Eagle3Shape:

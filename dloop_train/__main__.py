@@ -1,0 +1,77 @@
+"""The command: compose the configuration, check it, run the phases in order."""
+
+import importlib
+import re
+import sys
+import time
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from dloop_train.config import CONF, Config, from_hydra
+from dloop_train.ranks import say
+from dloop_train.runs import write_atomic
+
+REQUIRED = ("drafter", "target")
+
+
+def main() -> None:
+    """Entry point of `python -m dloop_train` and of the console script."""
+    require_choices(sys.argv[1:])
+    sys.argv[1:] = [as_set_or_add(argument) for argument in sys.argv[1:]]
+    compose_and_run()
+
+
+def as_set_or_add(argument: str) -> str:
+    """`train.lr=1` sets the field whether or not a YAML names it; the dataclasses refuse unknown fields with a better message."""
+    return f"++{argument}" if re.match(r"[a-z_]+\.[A-Za-z_.]+=", argument) and not argument.startswith("hydra.") else argument
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def compose_and_run(tree: DictConfig) -> None:
+    try:
+        config = from_hydra(tree)
+        if config.dry_run:
+            from dloop_train.phases import plan
+            plan.run(config)
+            return
+        write_atomic(run_config(config), OmegaConf.to_yaml(tree, resolve=True))
+        run_phases(config)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        sys.exit(f"dloop_train: {error}")
+
+
+def run_config(config: Config) -> Path:
+    """The composed configuration that ranks read back."""
+    return config.root / "runs" / config.name / "config.yaml"
+
+
+def run_phases(config: Config) -> None:
+    for name in config.phases:
+        phase = importlib.import_module(f"dloop_train.phases.{name}")
+        started = time.perf_counter()
+        phase.run(config)
+        say(f"{name}: {time.perf_counter() - started:.1f} s")
+
+
+def require_choices(arguments: list[str]) -> None:
+    """Stop with the options when a group that must be appended was not."""
+    if {"--help", "-h", "--hydra-help", "--version"} & set(arguments) or any(re.match(r"\+?experiment=", argument) for argument in arguments):
+        return
+    if any(argument in ("-cn", "--config-name") for argument in arguments):
+        return
+    missing = [f"choose a {group}: +{group}=<{'|'.join(options(group))}>" for group in REQUIRED
+               if not any(re.match(rf"'?\+?{group}=", argument) for argument in arguments)]
+    if missing:
+        sys.exit("\n".join([*missing, f"or a whole experiment: +experiment=<{'|'.join(options('experiment'))}>",
+                            "for example: python -m dloop_train +drafter=dflash +target=smollm2_135m",
+                            "add dry_run=true to see what a run would do, --help for all settings"]))
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Drafter checkpoints: find the public layout of a folder, load it strictly, write it, and check what was written."""
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dloop_train.checkpoints as layouts
+from dloop_train.config import DATA, check
+from dloop_train.drafters.base import Drafter, DrafterConfig, DrafterShape
+from dloop_train.runs import write_atomic
+from dloop_train.targets.head import TargetHead
+from dloop_train.types import TargetSpec
+
+SECTION = "dloop"
+"""The section of config.json that is this framework's own."""
+
+
+def layout_modules() -> dict[str, ModuleType]:
+    """Every file of this folder that describes a public layout, by name. Adding one registers it."""
+    names = [module.name for module in pkgutil.iter_modules(layouts.__path__)]
+    modules = {name: importlib.import_module(f"{layouts.__name__}.{name}") for name in names if name != "files"}
+    return {name: module for name, module in modules.items() if hasattr(module, "matches")}
+
+
+def layout_of(config: dict, where: Path | str) -> ModuleType:
+    found = [module for module in layout_modules().values() if module.matches(config)]
+    known = "; ".join(f"{name} ({module.WHAT})" for name, module in layout_modules().items())
+    check(len(found) == 1, f"{where}: config.json with architectures {config.get('architectures')} is of {len(found)} known layouts. Known: {known}")
+    return found[0]
+
+
+def read_config(folder: Path) -> dict:
+    path = folder / "config.json"
+    check(path.is_file(), f"{folder} has no config.json; a drafter's folder with config.json and safetensors was expected")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint: one safetensors file, an index of several, or a pytorch_model.bin of plain tensors."""
+    index, single, pickled = folder / "model.safetensors.index.json", folder / "model.safetensors", folder / "pytorch_model.bin"
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in files if not (folder / name).is_file()]
+        check(not missing, f"{index} names {missing}, which are not there; the download is incomplete")
+        return {name: tensor for file in files for name, tensor in load_safely(folder / file).items()}
+    if single.is_file():
+        return load_safely(single)
+    check(pickled.is_file(), f"{folder} has no model.safetensors, index or pytorch_model.bin")
+    return torch.load(pickled, map_location="cpu", weights_only=True)
+
+
+def load_safely(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors raises its own, untyped across versions
+        raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again") from error
+
+
+def read_shape(folder: Path, config: dict | None = None) -> DrafterShape:
+    config = config or read_config(folder)
+    return layout_of(config, folder).read_shape(config)
+
+
+def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None, *, dtype: torch.dtype = torch.float32) -> Drafter:
+    """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it."""
+    config = read_config(folder)
+    layout = layout_of(config, folder)
+    check(layout.FAMILY == settings.family, f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), the run wants {settings.family}; "
+          f"choose +drafter={layout.FAMILY} or another init")
+    shape = layout.read_shape(config)
+    require_alignment(shape, settings, folder)
+    tensors = {name.removeprefix("_orig_mod.").removeprefix("model."): tensor for name, tensor in read_tensors(folder).items()}
+    own = layout.from_public(tensors)
+    copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
+    drafter = settings.build(shape, merge_heads(copies, head, folder, dtype))
+    fill(drafter, own, folder)
+    return drafter.to(dtype)
+
+
+def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path) -> None:
+    wanted, found = getattr(settings, "alignment", None), getattr(shape, "alignment", None)
+    check(wanted in (None, "", found), f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}")
+
+
+def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:
+    """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given."""
+    if head is None:
+        return TargetHead(copies["embed"].to(dtype), copies.get("lm_head", copies["embed"]).to(dtype)) if "embed" in copies else None
+    for role, copy in copies.items():
+        theirs = getattr(head, f"{role}_weight")
+        check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
+        check(torch.equal(copy.to(torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
+    return head
+
+
+def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
+    """Load every tensor, or say which are unknown, missing, of another shape or not finite."""
+    wanted = drafter.state_dict()
+    faults = [f"unknown {name}" for name in tensors.keys() - wanted.keys()] + [f"missing {name}" for name in wanted.keys() - tensors.keys()]
+    for name in sorted(tensors.keys() & wanted.keys()):
+        if tensors[name].shape != wanted[name].shape:
+            faults.append(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(wanted[name].shape)}")
+        elif tensors[name].is_floating_point() and not tensors[name].isfinite().all():
+            faults.append(f"{name} has NaN or infinite values")
+    check(not faults, f"{where} does not fit a {type(drafter).__name__}:\n  " + "\n  ".join(sorted(faults)))
+    drafter.load_state_dict(tensors)
+
+
+def save_drafter(drafter: Drafter, folder: Path, *, section: dict, target: TargetSpec | None, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write config.json and model.safetensors in the drafter's public layout."""
+    layout = layout_modules()[drafter.shape.format]
+    own = {name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach() for name, tensor in drafter.state_dict().items()}
+    copies = {name: getattr(drafter.head, f"{role}_weight").detach().to(dtype) for role, name in layout.COPIES.items()} if drafter.head is not None else {}
+    tensors = {name: tensor.contiguous().clone() for name, tensor in layout.to_public(own | copies).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = layout.write_config(drafter.shape) | {"dtype": str(dtype).removeprefix("torch."), SECTION: section}
+    if target is not None:
+        config |= {key: target.text_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if target.text_config.get(key) is not None}
+    write_atomic(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def check_export(folder: Path, drafter: Drafter, settings: DrafterConfig, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Re-read an export: every tensor finite and equal to the drafter's, none unknown, none missing."""
+    again = load_drafter(folder, settings, drafter.head, dtype=dtype)
+    for name, tensor in drafter.state_dict().items():
+        check(torch.equal(again.state_dict()[name], tensor.to(again.state_dict()[name].dtype)), f"{folder}: {name} did not come back as it was written")
+
+
+def locate_drafter(init: str, revision: str = "main") -> Path:
+    """A local folder for starter:<name>, a folder, or a hub id."""
+    if init.startswith("starter:"):
+        folder = DATA / "starters" / init.removeprefix("starter:")
+        known = sorted(path.parent.name for path in (DATA / "starters").glob("*/config.json"))
+        check((folder / "config.json").is_file(), f"there is no {init}; this package has {known}")
+        return folder
+    if Path(init).expanduser().is_dir():
+        return Path(init).expanduser()
+    from dloop_train.targets.sources import download
+    return download(init, revision)
+
+
+def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead, taps: list[int], *, dtype: torch.dtype = torch.float32) -> Drafter:
+    """The drafter of a run: from released weights, checked against the target, or from scratch."""
+    if settings.init == "scratch":
+        return settings.build(settings.shape(target, taps), head).to(dtype)
+    folder = locate_drafter(settings.init, settings.revision)
+    require_fit(read_shape(folder), target, taps, folder)
+    return load_drafter(folder, settings, head, dtype=dtype)
+
+
+def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:
+    """Name everything in which a checkpoint and the target disagree."""
+    wanted = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "taps": tuple(taps)}
+    if shape.num_target_layers is not None:
+        wanted["num_target_layers"] = target.num_layers
+    if hasattr(shape, "mask_token_id"):
+        wanted["mask_token_id"] = target.mask_token_id
+    differ = [f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
+              for name, value in wanted.items() if getattr(shape, name) != value]
+    check(not differ, f"{folder} was made for another target:\n  " + "\n  ".join(differ))
+

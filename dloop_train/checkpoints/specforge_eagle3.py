@@ -1,0 +1,47 @@
+"""The official EAGLE-3 layout, as SpecForge writes it: LlamaForCausalLMEagle3, tensors under midlayer, optional reduced vocabulary."""
+
+from torch import Tensor
+
+from dloop_train.config import check
+from dloop_train.drafters.base import LayerSizes
+from dloop_train.drafters.eagle3 import Eagle3Shape
+
+WHAT = "LlamaForCausalLMEagle3"
+FAMILY = "eagle3"
+COPIES = {"embed": "embed_tokens.weight"}
+
+
+def matches(config: dict) -> bool:
+    return config.get("architectures") == ["LlamaForCausalLMEagle3"]
+
+
+def read_shape(config: dict) -> Eagle3Shape:
+    check(config.get("num_hidden_layers", 1) == 1, f"EAGLE-3 drafters have one layer, config.json says {config.get('num_hidden_layers')}")
+    check(not config.get("norm_before_fc") and not config.get("norm_output"), "norm_before_fc and norm_output are not supported")
+    nested = config.get("eagle_config") or {}
+    taps = config.get("target_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or [
+        index - 1 for index in config.get("eagle_aux_hidden_state_layer_ids") or []]  # the top-level key counts layer inputs
+    # The public files often say nothing: then the layout's defaults hold, three taps that depend on the target's depth.
+    count = len(taps) or config.get("num_aux_hidden_states") or 3
+    return Eagle3Shape(format="specforge_eagle3", sizes=LayerSizes.of(config, head_norms=False), num_layers=1, taps=tuple(taps) or (-1,) * count,
+                       num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
+                       target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
+                       draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"], own_lm_head=True,
+                       fc_norm=bool(config.get("fc_norm")), state="raw")
+
+
+def write_config(shape: Eagle3Shape) -> dict:
+    taps = list(shape.taps)
+    return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": shape.draft_vocab_size,
+            "target_hidden_size": shape.target_hidden_size, "num_aux_hidden_states": len(taps), "target_layer_ids": taps,
+            "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps], "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps},
+            "fc_norm": shape.fc_norm, "num_target_layers": shape.num_target_layers, "num_hidden_layers": 1, "vocab_size": shape.vocab_size,
+            "mlp_bias": False, "pretraining_tp": 1, "tie_word_embeddings": False, **shape.sizes.public()}
+
+
+def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name: tensor for name, tensor in tensors.items()}
+
+
+def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor for name, tensor in tensors.items()}

@@ -1,0 +1,58 @@
+"""Gates: stopping rules that decide, after every stage, whether to draft on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dloop_train.config import check
+
+
+@dataclass(kw_only=True)
+class Gate:
+    """A stopping rule. It sees only what is already drafted, which keeps decoding lossless."""
+
+    max_stages: int = 16
+    """Safety cap on the stages of a round."""
+
+    needs_scores = True
+
+    def __post_init__(self):
+        check(self.max_stages >= 1, f"gate.max_stages must be positive, got {self.max_stages}")
+
+    def more(self, scores: Sequence[float]) -> bool:
+        """Draft another stage? `scores` holds the summed log-probability of each stage's tokens so far, newest last."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class DLoop(Gate):
+    """Draft on while the newest block is likely: its summed log-probability is at least the threshold (the paper's g)."""
+
+    threshold: float = -0.5
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.threshold <= 0, f"gate.threshold is a log-probability and cannot be positive, got {self.threshold}")
+
+    def more(self, scores: Sequence[float]) -> bool:
+        return len(scores) < self.max_stages and scores[-1] >= self.threshold
+
+
+@dataclass(kw_only=True)
+class Never(Gate):
+    """One stage a round: ordinary speculative decoding."""
+
+    needs_scores = False
+
+    def more(self, scores: Sequence[float]) -> bool:
+        return False
+
+
+@dataclass(kw_only=True)
+class Always(Gate):
+    """A fixed depth: always max_stages stages."""
+
+    max_stages: int = 2
+    needs_scores = False
+
+    def more(self, scores: Sequence[float]) -> bool:
+        return len(scores) < self.max_stages

@@ -1,0 +1,116 @@
+"""Replay: draft from every position of the target's own greedy text in one batched pass, then simulate any gate exactly."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dloop_train.decoding.gates import Gate
+from dloop_train.drafters.base import Drafter
+from dloop_train.targets.target import Target
+from dloop_train.types import Context, Round
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a drafter would draft from each position of one response."""
+
+    k: int
+    stages: int
+    length: int
+    """Tokens of the response; position t is the anchor response[t]."""
+    max_new_tokens: int
+    scores: Tensor  # [M, S] gate score of each stage
+    accepted: Tensor  # [M] drafted tokens that agree with the text, from the first on
+    stopped: Tensor  # [M] the stage (from 1) that first drafted a stop token; S + 1 for none
+    cut: Tensor  # [M] bool, the text ended before a drafted token disagreed
+
+
+@torch.inference_mode()
+def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int], *, max_stages: int, max_new_tokens: int,
+           branches: int = 64) -> Replay:
+    """Draft `max_stages` stages from every position of a greedy response; only the target's features are teacher-forced."""
+    device = target.device
+    text = torch.tensor([[*prompt, *response]], device=device)
+    features = target.read(text, taps=drafter.shape.taps).features
+    context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
+    kv, projected = drafter.context_kv(context)
+    tokens, scores = [], []
+    for start in range(0, len(response), branches):
+        origins = torch.arange(len(prompt) + start, len(prompt) + min(start + branches, len(response)), device=device)[None]
+        drafted, scored = draft_all(drafter, drafter.open(kv, projected, 0, origins), text.gather(1, origins), max_stages)
+        tokens.append(drafted)
+        scores.append(scored)
+    return judge(torch.cat(tokens).cpu(), torch.cat(scores).cpu(), list(response), k=drafter.k, max_new_tokens=max_new_tokens, stops=target.spec.stop_ids)
+
+
+def draft_all(drafter: Drafter, state, anchors: Tensor, max_stages: int) -> tuple[Tensor, Tensor]:
+    """Tokens [M, S k] and stage scores [M, S] of all branches, each following its own drafts."""
+    tokens, scores = [], []
+    for _ in range(max_stages):
+        logprobs: list[Tensor] = []
+
+        def most_likely(step: int, hidden: Tensor, logprobs=logprobs) -> Tensor:
+            chosen, logprob = most_likely_of(drafter, hidden)
+            logprobs.append(logprob)
+            return chosen
+
+        stage = drafter.stage(state, anchors, most_likely)
+        if stage.tokens is None:
+            chosen, logprob = most_likely_of(drafter, stage.hidden[:, :, stage.predicts])
+            scores.append(logprob.sum(-1)[0])
+        else:
+            chosen = stage.tokens
+            scores.append(torch.stack(logprobs, dim=-1).sum(-1)[0])
+        tokens.append(chosen[0])
+        state, anchors = stage.state, chosen[..., -1]
+    return torch.cat(tokens, dim=-1), torch.stack(scores, dim=-1)
+
+
+def most_likely_of(drafter: Drafter, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Most likely tokens (target ids) and their fp32 log-probabilities. [..., D] -> [...] twice"""
+    logits = drafter.logits(hidden)
+    return drafter.token_ids(logits.argmax(-1)), logits.amax(-1).float() - torch.logsumexp(logits.float(), dim=-1)
+
+
+def judge(tokens: Tensor, scores: Tensor, response: list[int], *, k: int, max_new_tokens: int, stops: Sequence[int]) -> Replay:
+    """Compare drafts [M, S k] with the text that follows each position."""
+    positions, width = tokens.shape
+    padded = torch.tensor(response + [-1] * width)
+    after = torch.stack([padded[t + 1:t + 1 + width] for t in range(positions)])
+    accepted = (tokens == after).long().cumprod(-1).sum(-1)
+    cut = torch.arange(positions) + 1 + accepted >= len(response)
+    stop = torch.isin(tokens, torch.tensor(list(stops)))
+    stopped = torch.where(stop.any(-1), stop.long().argmax(-1) // k + 1, width // k + 1)
+    return Replay(k, width // k, len(response), max_new_tokens, scores, accepted, stopped, cut)
+
+
+def walk(record: Replay, more: Callable[[int, Sequence[float], int], bool], *, max_stages: int) -> list[Round]:
+    """The rounds that live decoding would run: t <- t + min(A, S k) + 1, from the anchor that the prefill emits.
+
+    more(t, scores so far, accepted length at t) is asked after each stage.
+    """
+    assert max_stages <= record.stages, "replay drafted fewer stages than the walk may take"
+    rounds, t, scores, accepted = [], 0, record.scores.tolist(), record.accepted.tolist()
+    stopped = record.stopped.tolist()
+    while t < record.length - 1:
+        left = record.max_new_tokens - 1 - t
+        stages = 1
+        while (stages < max_stages and stopped[t] > stages and (stages + 1) * record.k <= left and more(t, scores[t][:stages], accepted[t])):
+            stages += 1
+        confirmed = min(accepted[t], stages * record.k)
+        emitted = min(confirmed + 1, record.length - 1 - t)
+        rounds.append(Round(stages, stages * record.k, confirmed, emitted, tuple(scores[t][:stages])))
+        t += emitted
+    return rounds
+
+
+def walk_gate(record: Replay, gate: Gate) -> list[Round]:
+    """Rounds under a gate, whose cap must lie within what was drafted."""
+    return walk(record, lambda t, scores, accepted: gate.more(scores), max_stages=min(gate.max_stages, record.stages))
+
+
+def walk_oracle(record: Replay) -> list[Round]:
+    """Rounds of a gate that knows the acceptance: another stage exactly when everything so far is accepted."""
+    return walk(record, lambda t, scores, accepted: accepted > len(scores) * record.k, max_stages=record.stages)

@@ -1,0 +1,75 @@
+"""cache: responses -> the target's hidden states, in safetensors shards."""
+
+import torch
+from tqdm import tqdm
+
+from dloop_train.config import Config
+from dloop_train.data.responses import Response, read_responses
+from dloop_train.data.store import index_of, plan_shards, shard_file, write_shard
+from dloop_train.phases import artifacts
+from dloop_train.ranks import say
+from dloop_train.targets.sources import as_dtype, load_spec, load_target
+from dloop_train.targets.target import Target, require_taps
+from dloop_train.types import Sample
+
+
+def run(config: Config) -> None:
+    artifact = artifacts.features(config)
+    if artifact.complete:
+        say(f"cache: done before, {artifact.folder}")
+        return
+    taps = artifacts.taps(config)
+    spec = load_spec(config.target)
+    require_taps(taps, spec)
+    source = artifacts.responses(config)
+    source.facts()
+    responses = read_responses(source.folder, "train")
+    folder = artifact.begin()
+    lengths = [(response.id, min(len(response.prompt_ids) + len(response.response_ids), config.train.max_length)) for response in responses]
+    shards = plan_shards(lengths, row_bytes(spec.hidden_size, len(taps), config.cache.dtype), config.cache.shard_bytes)
+    by_id = {response.id: response for response in responses}
+    missing = [number for number in range(len(shards)) if not shard_file(folder, number).is_file()]
+    target = load_target(config.target) if missing else None
+    with tqdm(total=sum(length for _, length in lengths), unit="token", unit_scale=True, desc="cache") as bar:
+        for number, shard in enumerate(shards):
+            if number in missing:
+                write_shard(folder, number, [sample for batch in batches([by_id[place.id] for place in shard], config.cache.batch_tokens)
+                                             for sample in read_samples(target, batch, taps, config)])
+            bar.update(sum(place.length for place in shard))
+    artifact.finish(tokens=sum(length for _, length in lengths), **index_of(folder, shards))
+    say(f"cache: {artifact.folder}")
+
+
+def row_bytes(hidden_size: int, num_taps: int, dtype: str) -> int:
+    """Bytes of one token in the store: features, last hidden state, id and mask."""
+    return (num_taps + 1) * hidden_size * torch.empty(0, dtype=as_dtype(dtype)).element_size() + 5
+
+
+def batches(responses: list[Response], batch_tokens: int) -> list[list[Response]]:
+    """Neighbours in order, padded size within `batch_tokens`."""
+    grouped: list[list[Response]] = []
+    for response in responses:
+        length = len(response.prompt_ids) + len(response.response_ids)
+        longest = max([length, *(len(r.prompt_ids) + len(r.response_ids) for r in grouped[-1])]) if grouped else length
+        if grouped and longest * (len(grouped[-1]) + 1) <= batch_tokens:
+            grouped[-1].append(response)
+        else:
+            grouped.append([response])
+    return grouped
+
+
+def read_samples(target: Target, batch: list[Response], taps: list[int], config: Config) -> list[Sample]:
+    """One pass of the target over a batch padded on the right."""
+    dtype, limit = as_dtype(config.cache.dtype), config.train.max_length
+    ids = [(response.prompt_ids + response.response_ids)[:limit] for response in batch]
+    longest = max(map(len, ids))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=target.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=target.device)
+    output = target.read(tokens, mask=mask, taps=taps)
+    samples = []
+    for number, (response, row) in enumerate(zip(batch, ids, strict=True)):
+        loss_mask = torch.arange(len(row)) >= len(response.prompt_ids)  # the answer and its end token
+        samples.append(Sample(response.id, torch.tensor(row), loss_mask, output.features[number, :len(row)].to(dtype).cpu(),
+                              output.last_hidden[number, :len(row)].to(dtype).cpu()))
+    return samples
+

@@ -1,0 +1,141 @@
+"""evaluate: exported drafter -> live decoding of test prompts under each setting, and replay under a measured cost table."""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from dloop_train.checkpoints.files import load_drafter, locate_drafter
+from dloop_train.config import Config, check
+from dloop_train.data.responses import Response, read_responses
+from dloop_train.decoding.costs import measure_costs, warm_up
+from dloop_train.decoding.gates import Gate, Never
+from dloop_train.decoding.loop import decode
+from dloop_train.drafters.base import Drafter
+from dloop_train.phases import artifacts
+from dloop_train.phases.replaying import replay_all, sweep
+from dloop_train.ranks import say
+from dloop_train.runs import key_of, read_jsonl, write_atomic, write_jsonl
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.sources import as_dtype, load_target
+from dloop_train.targets.target import Target
+
+PLAIN = "plain decoding"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table."""
+
+    label: str
+    drafter: str | None
+    gate: Gate
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
+
+    def row(self, k: int) -> dict:
+        gated = not isinstance(self.gate, Never)
+        return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": getattr(self.gate, "threshold", None), "k": k,
+                "rounds": f"rounds/{self.slug}.jsonl"}
+
+
+def run(config: Config) -> None:
+    folder = artifacts.run_folder(config) / "evaluation"
+    folders = drafter_folders(config)
+    settings = settings_of(config, list(folders))
+    require_same_evaluation(config, folder, folders, settings)
+    if (folder / "settings.json").is_file():
+        say(f"evaluate: done before, {folder}")
+        return
+    target = load_target(config.target, dtype=config.evaluate.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    drafters = {label: load_for(target, path, config) for label, path in folders.items()}
+    responses = read_responses(artifacts.responses(config).folder, "test")[:config.evaluate.prompts]
+    check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")
+    decode_live(config, folder, target, drafters, settings, responses)
+    replay_settings(config, folder, target, drafters, responses)
+    write_atomic(folder / "settings.json", json.dumps([s.row(drafters[s.drafter].k if s.drafter else 0) for s in settings], indent=1))
+    say(f"evaluate: {folder}")
+
+
+def drafter_folders(config: Config) -> dict[str, Path]:
+    """Label -> folder of every drafter in the table."""
+    folders = {}
+    if config.drafter.init != "scratch":
+        folders["untouched"] = locate_drafter(config.drafter.init, config.drafter.revision)
+    folders["trained"] = artifacts.run_folder(config) / "drafter"
+    return folders | {label: Path(path) for label, path in config.evaluate.extra.items()}
+
+
+def settings_of(config: Config, labels: list[str]) -> list[Setting]:
+    settings = [Setting(PLAIN, None, Never())]
+    for label in labels:
+        settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, config.gate)]
+    return settings
+
+
+def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path], settings: list[Setting]) -> None:
+    """Start anew when what is evaluated has changed."""
+    check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
+    weights = {label: [(path / "model.safetensors").stat().st_size, (path / "config.json").read_text()] for label, path in folders.items()}
+    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "responses": artifacts.responses(config).key,
+                                "settings": [[s.label, repr(s.gate)] for s in settings]})}
+    path = folder / "made_from.json"
+    if path.is_file() and json.loads(path.read_text()) != made_from:
+        say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
+        for old in [*folder.glob("rounds/*.jsonl"), *folder.glob("*.json")]:
+            old.unlink()
+    write_atomic(path, json.dumps(made_from))
+
+
+def load_for(target: Target, folder: Path, config: Config) -> Drafter:
+    drafter = load_drafter(folder, config.drafter, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype))
+    return drafter.to(target.device).eval()
+
+
+def decode_live(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], settings: list[Setting], responses: list[Response]) -> None:
+    """Every setting on every prompt, prompt by prompt, so that the machine's moods meet all settings alike. Resumes by prompt."""
+    rows = {setting.label: read_partial(folder, setting) for setting in settings}
+    done = min(map(len, rows.values()))
+    for setting in settings:
+        warm_up(target, drafters.get(setting.drafter), responses[0].prompt_ids)
+    for response in tqdm(responses[done:], desc="evaluate", unit="prompt"):
+        texts = {}
+        for setting in settings:
+            row, texts[setting.label] = decode_one(config, target, drafters.get(setting.drafter), setting, response)
+            rows[setting.label] = rows[setting.label][:done] + [row | {"same_text": texts[setting.label] == texts[PLAIN]}]
+            write_jsonl(folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
+        done += 1
+
+
+def read_partial(folder: Path, setting: Setting) -> list[dict]:
+    path = folder / "rounds" / f"{setting.slug}.jsonl"
+    return read_jsonl(path) if path.is_file() else []
+
+
+def decode_one(config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response) -> tuple[dict, list[int]]:
+    """One response as a record. The clock starts at the end of the first draft, as in z-lab's protocol."""
+    emissions = list(decode(target, drafter, setting.gate, response.prompt_ids, max_new_tokens=config.evaluate.max_new_tokens))
+    rounds = [emission.round for emission in emissions if emission.round is not None]
+    text = [token for emission in emissions for token in emission.tokens]
+    seconds = sum(sum(round.seconds.values()) for round in rounds) - (rounds[0].seconds.get("draft_first", 0.0) if rounds else 0.0)
+    return {"id": response.id, "category": response.category, "prompt_tokens": len(response.prompt_ids), "tokens": len(text), "seconds": seconds,
+            "rounds": [asdict(round) for round in rounds]}, text
+
+
+def replay_settings(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], responses: list[Response]) -> None:
+    """Costs and threshold sweeps per drafter, on test responses and, for choosing, on validation responses."""
+    validation = read_responses(artifacts.responses(config).folder, "validation")[:config.train.validate_prompts]
+    stages, limit = config.evaluate.replay_stages, config.generate.greedy_max_new_tokens
+    swept, costs = {}, {}
+    for label, drafter in tqdm(drafters.items(), desc="replay", unit="drafter"):
+        costs[label] = measure_costs(target, drafter, max(responses, key=lambda r: len(r.response_ids)).prompt_ids, stages=min(3, stages))
+        swept[label] = sweep(replay_all(target, drafter, responses, max_stages=stages, max_new_tokens=limit), config.evaluate.thresholds, costs[label], drafter.k, stages)
+        swept[label]["validation"] = sweep(replay_all(target, drafter, validation, max_stages=stages, max_new_tokens=limit), config.evaluate.thresholds,
+                                           costs[label], drafter.k, stages) if validation else None
+    write_atomic(folder / "replay.json", json.dumps(swept, indent=1))
+    write_atomic(folder / "costs.json", json.dumps({label: cost.row() for label, cost in costs.items()}, indent=1))

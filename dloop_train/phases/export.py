@@ -1,0 +1,46 @@
+"""export: last checkpoint -> a drafter folder in its family's public layout, re-read and checked."""
+
+import importlib.metadata
+import shutil
+
+import torch
+
+from dloop_train import __version__
+from dloop_train.checkpoints.files import check_export, read_config, save_drafter
+from dloop_train.config import Config
+from dloop_train.phases import artifacts
+from dloop_train.phases.train import make_drafter
+from dloop_train.ranks import say
+from dloop_train.targets.sources import load_spec
+from dloop_train.training.engine import trained_drafter
+
+
+def run(config: Config) -> None:
+    folder = artifacts.run_folder(config)
+    drafter = make_drafter(config)
+    step = trained_drafter(folder / "checkpoints", drafter)
+    section = dloop_section(config, drafter, step)
+    out, beside = folder / "drafter", folder / "drafter.partial"
+    if (out / "config.json").is_file() and read_config(out).get("dloop") == section:
+        say(f"export: done before, {out}")
+        return
+    spec = load_spec(config.target)
+    shutil.rmtree(beside, ignore_errors=True)
+    save_drafter(drafter, beside, section=section, target=spec)
+    check_export(beside, drafter.to(torch.bfloat16), config.drafter)
+    shutil.rmtree(out, ignore_errors=True)
+    beside.rename(out)
+    say(f"export: {out} ({drafter.shape.format} layout)")
+
+
+def versions() -> dict[str, str]:
+    return {"dloop_train": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
+
+
+def dloop_section(config: Config, drafter, step: int) -> dict:
+    """What config.json says of loop-awareness and of where the weights come from."""
+    return {"threshold": getattr(config.gate, "threshold", None), "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages,
+            "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot,
+            "provenance": {"versions": versions(),
+                           "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init,
+                           "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "step": step}}

@@ -1,0 +1,60 @@
+"""Replay over a set of responses: the numbers that choose thresholds and checkpoints."""
+
+from collections.abc import Sequence
+
+from dloop_train.data.responses import Response
+from dloop_train.decoding.costs import Costs
+from dloop_train.decoding.gates import DLoop, Gate, Never
+from dloop_train.decoding.replay import Replay, replay, walk_gate, walk_oracle
+from dloop_train.drafters.base import Drafter
+from dloop_train.targets.target import Target
+from dloop_train.types import Round
+
+
+def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], *, max_stages: int, max_new_tokens: int) -> list[Replay]:
+    return [replay(target, drafter, r.prompt_ids, r.response_ids, max_stages=max_stages, max_new_tokens=max_new_tokens)
+            for r in responses if len(r.response_ids) > 1]
+
+
+def tau_of(walks: Sequence[Sequence[Round]]) -> float:
+    """Mean over responses of the mean emitted tokens per verification, bonus included."""
+    means = [sum(round.accepted + 1 for round in walk) / len(walk) for walk in walks if walk]
+    return sum(means) / max(len(means), 1)
+
+
+def full_acceptance(walks: Sequence[Sequence[Round]], k: int, stages: int) -> list[float]:
+    """Of the rounds that drafted stage s, the share in which all s k tokens were accepted."""
+    rates = []
+    for stage in range(1, stages + 1):
+        reached = [round for walk in walks for round in walk if round.stages >= stage]
+        rates.append(sum(round.accepted >= stage * k for round in reached) / len(reached) if reached else 0.0)
+    return rates
+
+
+def summary_of_replay(target: Target, drafter: Drafter, responses: Sequence[Response], taps: Sequence[int], *, gate: Gate, max_stages: int,
+                      costs: Costs | None = None) -> dict:
+    """What validation during training logs."""
+    assert tuple(taps) == tuple(drafter.shape.taps)
+    training = drafter.training
+    drafter.eval()
+    longest = max(len(response.response_ids) for response in responses)
+    records = replay_all(target, drafter, responses, max_stages=max_stages, max_new_tokens=longest)
+    drafter.train(training)
+    walks = {"s1": [walk_gate(r, Never()) for r in records], "gated": [walk_gate(r, gate) for r in records], "oracle": [walk_oracle(r) for r in records]}
+    summary = {f"tau_{name}": tau_of(rounds) for name, rounds in walks.items()}
+    summary["full_acceptance"] = full_acceptance([walk_gate(r, DLoop(threshold=-1e9, max_stages=max_stages)) for r in records], drafter.k, max_stages)
+    if costs is not None:
+        summary |= {f"tokens_per_second_{name}": costs.tokens_per_second([r for walk in rounds for r in walk]) for name, rounds in walks.items()}
+    return summary
+
+
+def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, stages: int) -> dict:
+    """S = 1, the oracle and every threshold: tau and predicted tokens per second."""
+    def numbers(walks: list[list[Round]]) -> dict:
+        rounds = [round for walk in walks for round in walk]
+        return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
+
+    always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
+    return {"k": k, "S1": numbers([walk_gate(record, Never()) for record in records]), "oracle": numbers([walk_oracle(record) for record in records]),
+            "sweep": [{"threshold": threshold, **numbers([walk_gate(record, DLoop(threshold=threshold)) for record in records])} for threshold in thresholds],
+            "full_acceptance_by_stage": full_acceptance(always, k, stages)}

@@ -1,0 +1,364 @@
+"""report: rounds, replay and training curves -> report.json, report.html and the table on the terminal. Cheap, so always rebuilt."""
+
+import base64
+import html
+import io
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from dloop_train.config import Config, check
+from dloop_train.decoding import statistics
+from dloop_train.decoding.statistics import Estimate
+from dloop_train.phases import artifacts, figures
+from dloop_train.ranks import say
+from dloop_train.runs import read_jsonl, write_atomic
+
+PACKAGES = ("dloop_train", "torch", "transformers", "deepspeed", "numpy")
+CALIBRATED_STAGES = 3
+
+
+@dataclass(frozen=True)
+class Results:
+    """What evaluation and training left behind. `rows` is by setting, on the same prompts, all with at least one round."""
+
+    settings: list[dict]
+    rows: dict[str, list[dict]]
+    replay: dict[str, dict]
+    costs: dict[str, dict]
+    metrics: list[dict]
+    validation: list[dict]
+    left_out: int
+    """Prompts that some setting answered without a single round."""
+
+    @property
+    def plain(self) -> dict:
+        return self.settings[0]
+
+    @property
+    def reference(self) -> dict:
+        """The first setting that drafts: the untouched drafter with one stage."""
+        return self.settings[1]
+
+    @property
+    def gated(self) -> list[dict]:
+        return [setting for setting in self.settings if setting["gated"]]
+
+    @property
+    def headline(self) -> dict:
+        """The first gated setting of another drafter than the reference's; the untouched drafter's own where there is none."""
+        others = [setting for setting in self.gated if setting["drafter"] != self.reference["drafter"]]
+        return (others or self.gated or [self.settings[-1]])[0]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A figure of the html, or the reason why it is left out."""
+
+    title: str
+    caption: str
+    figure: Figure | None
+    missing: str = ""
+
+
+def run(config: Config) -> None:
+    folder = artifacts.run_folder(config)
+    results = read_results(folder)
+    report = summarise(config, results)
+    write_atomic(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False))
+    write_atomic(folder / "report.html", page(report, exhibits(results, report)))
+    print(table(table_rows(report)))
+    print(headline(report))
+    say(f"report: {folder / 'report.html'}")
+
+
+# Reading
+
+
+def read_results(folder: Path) -> Results:
+    evaluation = folder / "evaluation"
+    settings = json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))
+    check(len(settings) >= 2 and settings[0]["drafter"] is None and settings[1]["drafter"] is not None,
+          f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; rerun phases=[evaluate]")
+    rows = {setting["label"]: read_jsonl(required(evaluation / setting["rounds"])) for setting in settings}
+    for label, found in rows.items():
+        check(bool(found), f"{evaluation} holds no responses for setting {label!r}; rerun phases=[evaluate]")
+        statistics.require_same_prompts(found, rows[settings[0]["label"]])
+    without_round = {row["id"] for found in rows.values() for row in found if not row["rounds"]}
+    rows = {label: [row for row in found if row["rounds"]] for label, found in rows.items()}
+    check(bool(rows[settings[0]["label"]]),
+          f"{evaluation} holds no prompt that every setting answered in a round; raise evaluate.prompts and rerun phases=[evaluate]")
+    return Results(settings=settings, rows=rows, left_out=len(without_round),
+                   replay=json.loads(required(evaluation / "replay.json").read_text(encoding="utf-8")),
+                   costs=json.loads(required(evaluation / "costs.json").read_text(encoding="utf-8")),
+                   metrics=optional(folder / "metrics.jsonl"), validation=optional(folder / "validation.jsonl"))
+
+
+def required(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; the report needs it: run phases=[evaluate,report]")
+    return path
+
+
+def optional(path: Path) -> list[dict]:
+    return read_jsonl(path) if path.is_file() else []
+
+
+# Numbers
+
+
+def summarise(config: Config, results: Results) -> dict:
+    """Everything that report.json holds."""
+    return {"run": describe_run(config, results), "reference": results.reference["label"], "headline": results.headline["label"],
+            "settings": [summarise_setting(config, results, setting) for setting in results.settings],
+            "replay": results.replay, "costs": results.costs}
+
+
+def describe_run(config: Config, results: Results) -> dict:
+    return {"name": config.name, "drafter": f"{config.drafter.family or type(config.drafter).__name__} from {config.drafter.init}",
+            "target": config.target.name, "target_source": f"{config.target.path} at {config.target.revision}",
+            "g": sorted({setting["threshold"] for setting in results.gated if setting["threshold"] is not None}, reverse=True),
+            "k": sorted({setting["k"] for setting in results.settings if setting["drafter"] is not None}),
+            "dtype": config.evaluate.dtype, "prompts": len({row["id"] for row in results.rows[results.plain["label"]]}),
+            "prompts_left_out": results.left_out, "bootstrap_draws": config.evaluate.bootstrap, "versions": versions()}
+
+
+def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
+    rows, plain, k = results.rows[setting["label"]], results.rows[results.plain["label"]], setting["k"]
+    resample = {"draws": config.evaluate.bootstrap, "seed": config.evaluate.seed}
+    rounds = statistics.rounds_of(rows)
+    summary = {**{key: setting[key] for key in ("label", "drafter", "gated", "threshold", "k")},
+               "tau": asdict(statistics.tau_estimate(rows, **resample)), "tau_micro": statistics.tau_micro(rows),
+               "speedup": asdict(statistics.speedup_estimate(rows, plain, **resample)),
+               "speedup_micro": statistics.speedup_micro(rows, plain),
+               "seconds_per_token": float(statistics.seconds_per_token(rows).mean()),
+               "stages_per_round": sum(one["stages"] for one in rounds) / len(rounds),
+               "same_text": sum(row["same_text"] for row in rows) / len(rows),
+               "tau_by_category": statistics.by_category(rows), "by_depth": statistics.by_depth(rows), "time": statistics.time_shares(rows)}
+    if setting["drafter"] is not None:
+        summary["over_reference"] = asdict(statistics.speedup_estimate(rows, results.rows[results.reference["label"]], **resample))
+        summary["full_acceptance"] = statistics.full_acceptance(rows, k)
+    if setting["gated"]:
+        summary["break_even"] = statistics.break_even(rows, costs_of(results, setting), k)
+    if setting["gated"] and setting["threshold"] is not None:
+        summary["calibration"] = [statistics.calibration(rows, k=k, stage=stage, threshold=setting["threshold"])
+                                  for stage in range(1, min(CALIBRATED_STAGES, max(one["stages"] for one in rounds)) + 1)]
+    return summary
+
+
+def costs_of(results: Results, setting: dict) -> dict:
+    check(setting["drafter"] in results.costs,
+          f"costs.json has no drafter {setting['drafter']!r} (it has {sorted(results.costs)}); rerun phases=[evaluate]")
+    return results.costs[setting["drafter"]]
+
+
+def versions() -> dict[str, str]:
+    installed = {name: version_of(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {name: version for name, version in installed.items() if version}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return None
+
+
+# The table
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Rows with the same keys as aligned text under a heading: the first column to the left, numbers to the right."""
+    heading = list(rows[0])
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in heading}
+
+    def line(cells: dict[str, str]) -> str:
+        return "  ".join(cells[key].ljust(widths[key]) if key == heading[0] else cells[key].rjust(widths[key]) for key in heading).rstrip()
+
+    return "\n".join([line(dict(zip(heading, heading, strict=True))), "  ".join("-" * widths[key] for key in heading), *map(line, rows)])
+
+
+def table_rows(report: dict) -> list[dict[str, str]]:
+    return [{"setting": one["label"], "g": "-" if one["threshold"] is None else f"{one['threshold']:g}",
+             "speedup [95 %]": interval(one["speedup"], "x"), "tau [95 %]": interval(one["tau"]),
+             f"over {report['reference']}": interval(one["over_reference"], "x") if compared(one, report) else "-",
+             "ms/token": f"{1000 * one['seconds_per_token']:.1f}", "S": f"{one['stages_per_round']:.2f}",
+             "same text": f"{one['same_text']:.0%}"} for one in report["settings"]]
+
+
+def compared(one: dict, report: dict) -> bool:
+    """Plain decoding and the reference itself have no ratio to the reference worth printing."""
+    return one["drafter"] is not None and one["label"] != report["reference"]
+
+
+def interval(estimate: dict, unit: str = "") -> str:
+    """2.31x [2.20, 2.43]"""
+    known = Estimate(**estimate)
+    return f"{known.value:.2f}{unit} [{known.low:.2f}, {known.high:.2f}]"
+
+
+def headline(report: dict) -> str:
+    one = next(one for one in report["settings"] if one["label"] == report["headline"])
+    against = f", {interval(one['over_reference'], 'x')} over {report['reference']}" if compared(one, report) else ""
+    return f"{one['label']}: {interval(one['speedup'], 'x')} over plain decoding{against}; tau {interval(one['tau'])}"
+
+
+# Figures
+
+
+def exhibits(results: Results, report: dict) -> list[Exhibit]:
+    colour = figures.colours(results.settings)
+    summaries = {one["label"]: one for one in report["settings"]}
+    gated = {setting["label"]: summaries[setting["label"]] for setting in results.gated}
+    drafted = {setting["label"]: summaries[setting["label"]] for setting in results.settings if setting["drafter"] is not None}
+    calibrated = {label: one for label, one in gated.items() if one.get("calibration")}
+    swept = {drafter: one for drafter, one in results.replay.items() if one and one["sweep"]}
+    by_drafter = {setting["drafter"]: colour[setting["label"]] for setting in reversed(results.settings)}
+    by_drafter |= {setting["drafter"]: colour[setting["label"]] for setting in reversed(results.gated)}
+    losses = any(row.get("loss_first") is not None for row in results.metrics)
+    unvalidated = "" if results.validation else " Validation points are left out: validation.jsonl is absent (set train.validate_every)."
+    return [
+        exhibit("Speedup and tau", "Bars are means over responses, black lines 95 % intervals from a bootstrap by prompt.",
+                True, "", lambda: figures.settings_figure(report["settings"], colour)),
+        exhibit("Tokens and time by depth", "Each pair of bars is a depth: its share of the emitted tokens (full colour) and of the time "
+                "(pale). A depth earns its keep where the full bar is the taller one.",
+                bool(gated), "no setting has a gate, so every round has one stage",
+                lambda: figures.depth_figure({label: one["by_depth"] for label, one in gated.items()}, colour)),
+        exhibit("Threshold sweep", "Predicted by replay under the measured cost table. The oracle gate drafts on exactly while blocks are "
+                "fully accepted.",
+                bool(swept), "replay.json holds no sweep (replay needs temperature 0)",
+                lambda: figures.sweep_figure(swept, {drafter: by_drafter.get(drafter, figures.INK) for drafter in swept})),
+        exhibit("Calibration of the gate's score", "On the grey diagonal the drafter's probability for its own block is the chance that the "
+                "target accepts all of it. Dots grow with the share of rounds; only rounds whose earlier stages were accepted test a later "
+                f"one. Points of fewer than {figures.FEWEST} rounds are not drawn.",
+                bool(calibrated), "no setting has a gate with a threshold",
+                lambda: figures.calibration_figure({label: one["calibration"] for label, one in calibrated.items()},
+                                                   {label: one["threshold"] for label, one in calibrated.items()}, colour)),
+        exhibit("Training", "Thin lines are single steps, thick lines running means." + unvalidated,
+                losses, "metrics.jsonl is absent or names no loss: this run has not been trained (run phases=[train])",
+                lambda: figures.training_figure(results.metrics, results.validation)),
+        exhibit("Tau by category", f"Numbers: {report['headline']}. Prompts in each category: {category_counts(results)}.",
+                any(len(one["tau_by_category"]) > 1 for one in drafted.values()), "all prompts are of one category",
+                lambda: figures.category_figure({label: one["tau_by_category"] for label, one in drafted.items()},
+                                                report["headline"], colour)),
+    ]
+
+
+def exhibit(title: str, caption: str, known: bool, missing: str, draw: Callable[[], Figure]) -> Exhibit:
+    return Exhibit(title, caption, draw() if known else None, missing)
+
+
+def category_counts(results: Results) -> str:
+    found = [row["category"] for row in results.rows[results.plain["label"]]]
+    return ", ".join(f"{name} {found.count(name)}" for name in sorted(set(found)))
+
+
+# The page
+
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #22262b; max-width: 940px; margin: 2.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; }
+h2 { font-size: 1.15rem; margin: 2.4rem 0 .4rem; }
+p.lead { font-size: 1.1rem; }
+figure { margin: 0; }
+figure img { width: 100%; max-width: 900px; }
+p.note, figcaption, footer { color: #5b626b; font-size: .9rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .92rem; }
+dt { color: #5b626b; }
+dd { margin: 0; }
+div.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e4e7eb; }
+th { font-weight: 600; border-bottom: 2px solid #8a8f98; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+"""
+CONVENTIONS = """Tau is the mean over responses of the mean over rounds of accepted + 1; the prefill's token is not counted and the last
+round counts whole.
+Speedup is the ratio of mean seconds per token, on a clock that starts after the first draft. Micro values pool all rounds or tokens.
+Intervals are 95 %, from a bootstrap that draws prompts, the same for both sides of a ratio. S is the mean number of stages in a round.
+Same text: responses equal to plain decoding's; in low precision the target's own rounding makes a few differ."""
+
+
+def page(report: dict, shown: list[Exhibit]) -> str:
+    """The whole html: nothing is loaded from elsewhere."""
+    body = [f"<h1>{escape(report['run']['name'])}</h1>", f'<p class="lead">{escape(headline(report))}.</p>', facts(report["run"]),
+            html_table(table_rows(report))]
+    body += [*map(section, shown[:2]), *stage_tables(report), *map(section, shown[2:])]
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+            f"<title>{escape(report['run']['name'])}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body)
+            + f"\n<footer><h2>Conventions</h2><p>{escape(CONVENTIONS)}</p></footer>\n</body></html>\n")
+
+
+def facts(run: dict) -> str:
+    left_out = f", {run['prompts_left_out']} left out that were answered without a round" if run["prompts_left_out"] else ""
+    listed = {"Drafter": run["drafter"], "Target": f"{run['target']} ({run['target_source']})",
+              "Gate threshold g": ", ".join(f"{g:g}" for g in run["g"]) or "none",
+              "Tokens per stage k": ", ".join(map(str, run["k"])),
+              "Evaluation": f"{run['prompts']} test prompts in {run['dtype']}{left_out}",
+              "Intervals": f"95 %, {run['bootstrap_draws']} bootstrap draws of prompts",
+              "Versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in listed.items()) + "</dl>"
+
+
+def section(one: Exhibit) -> str:
+    if one.figure is None:
+        return f'<h2>{escape(one.title)}</h2>\n<p class="note">Left out: {escape(one.missing)}.</p>'
+    return (f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" src="data:image/png;base64,{png(one.figure)}">'
+            f"<figcaption>{escape(one.caption)}</figcaption></figure>")
+
+
+def stage_tables(report: dict) -> list[str]:
+    drafted = [one for one in report["settings"] if one["drafter"] is not None]
+    parts = [("Where the time goes", "Shares of a whole round; whatever is not a forward of drafter or target is outside.",
+              [time_row(one) for one in drafted]),
+             ("Full acceptance by stage", "Rounds that drafted the stage, and how often the target accepted everything up to its end.",
+              [acceptance_row(one["label"], row) for one in drafted for row in one["full_acceptance"]]),
+             ("Break-even of one more stage", "Another stage pays above this full-acceptance rate of the stages before it: its cost over "
+              "the tokens it adds times the setting's seconds per token.",
+              [break_even_row(one["label"], row) for one in drafted for row in one.get("break_even", [])])]
+    return [f'<h2>{title}</h2>\n{html_table(rows)}<p class="note">{escape(note)}</p>' for title, note, rows in parts if rows]
+
+
+def time_row(one: dict) -> dict[str, str]:
+    time = one["time"]
+    return {"setting": one["label"], "ms/round": f"{1000 * time['seconds_per_round']:.1f}",
+            "draft / verify": f"{time['draft_to_verify']:.2f}",
+            "gate": f"{time['gate']:.1%}", "outside model forwards": f"{time['outside_forwards']:.1%}",
+            "tau, micro": f"{one['tau_micro']:.2f}", "speedup, micro": f"{one['speedup_micro']:.2f}x"}
+
+
+def acceptance_row(label: str, row: dict) -> dict[str, str]:
+    return {"setting": label, "stage": str(row["stage"]), "rounds that drafted it": str(row["rounds"]),
+            "all accepted so far": percent(row["full"]), "given the stages before": percent(row["full_given_previous"])}
+
+
+def break_even_row(label: str, row: dict) -> dict[str, str]:
+    return {"setting": label, "one more stage after": str(row["depth"]), "cost (ms)": f"{1000 * row['cost_seconds']:.1f}",
+            "tokens it adds": f"{row['extra_tokens']:.2f}", "pays above": percent(row["needed"]), "observed": percent(row["observed"])}
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def html_table(rows: list[dict[str, str]]) -> str:
+    heading = "".join(f"<th>{escape(key)}</th>" for key in rows[0])
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>\n" for row in rows)
+    return f'<div class="wide"><table>\n<tr>{heading}</tr>\n{lines}</table></div>'
+
+
+def png(figure: Figure) -> str:
+    """Twice the shown size, so that it stays sharp on a dense screen."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=200)
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def escape(text: str) -> str:
+    return html.escape(text)

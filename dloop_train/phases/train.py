@@ -1,0 +1,110 @@
+"""train: features -> checkpoints. The controller starts the ranks; each rank runs `rank_main`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from dloop_train.checkpoints.files import create_drafter
+from dloop_train.config import Config, check
+from dloop_train.data.responses import read_responses
+from dloop_train.data.store import FeatureStore
+from dloop_train.drafters.base import Drafter
+from dloop_train.phases import artifacts
+from dloop_train.phases.replaying import summary_of_replay
+from dloop_train.ranks import rank, say, world_size
+from dloop_train.runs import require_same, write_atomic
+from dloop_train.targets.sources import load_head, load_spec, load_target
+from dloop_train.training.engine import POINTER, Trainer, initialise_distributed
+from dloop_train.training.initialise import initialise_from_target
+from dloop_train.training.metrics import MetricLog
+
+
+def run(config: Config) -> None:
+    folder = artifacts.run_folder(config)
+    require_settings(config, folder)
+    if finished(config):
+        say(f"train: done before, {folder / 'checkpoints'}")
+        return
+    artifacts.features(config).facts()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(config)}",
+               "-m", "dloop_train.worker", str(folder / "config.yaml"), "train"]
+    result = subprocess.run(command, check=False)
+    check(result.returncode == 0, f"train: a rank failed with exit code {result.returncode}; its error stands above. "
+          f"The same command resumes from {folder / 'checkpoints'}")
+
+
+def processes(config: Config) -> int:
+    return config.train.processes or max(1, torch.cuda.device_count())
+
+
+def settings_of(config: Config) -> dict:
+    """What decides the numbers of a training; a run folder belongs to one such set."""
+    train = asdict(config.train)
+    for free in ("save_every", "keep", "log_every", "validate_every", "validate_prompts", "processes", "threads", "loss_rows"):
+        train.pop(free)
+    drafter = {key: value for key, value in asdict(config.drafter).items()} | {"family": config.drafter.family}
+    return {"features": artifacts.features(config).key, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
+
+
+def require_settings(config: Config, folder: Path) -> None:
+    """Refuse to go on in a folder that another training made."""
+    path = folder / "training.json"
+    if path.is_file():
+        require_same(json.loads(path.read_text()), settings_of(config), path)
+    else:
+        write_atomic(path, json.dumps(settings_of(config), indent=1, sort_keys=True))
+
+
+def finished(config: Config) -> bool:
+    """Whether the last checkpoint is that of the last step."""
+    folder = artifacts.run_folder(config) / "checkpoints"
+    return (folder / POINTER).is_file() and (folder / "done.json").is_file()
+
+
+def make_drafter(config: Config) -> Drafter:
+    """The drafter that training starts from."""
+    spec = load_spec(config.target)
+    head = load_head(config.target)
+    drafter = create_drafter(config.drafter, spec, head, artifacts.taps(config))
+    if config.drafter.init == "scratch":
+        torch.manual_seed(config.train.seed)
+        responses = read_responses(artifacts.responses(config).folder, "train")
+        initialise_from_target(drafter, config.target, responses)
+    return drafter
+
+
+def rank_main(config: Config) -> None:
+    """One rank of the training."""
+    initialise_distributed(config.train.threads)
+    folder = artifacts.run_folder(config)
+    artifact = artifacts.features(config)
+    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length)
+    drafter = make_drafter(config)
+    checkpoints = folder / "checkpoints"
+    start = json.loads((checkpoints / POINTER).read_text())["step"] if (checkpoints / POINTER).is_file() else 0
+    log = MetricLog(folder, config.wandb, name=config.name, config=settings_of(config), start=start)
+    trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
+    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
+        f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
+    trainer.train(validation(config) if rank() == 0 else (lambda step, drafter: {}))
+    if rank() == 0:
+        write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
+    log.close()
+
+
+def validation(config: Config):
+    """Replay on validation prompts: what a checkpoint decodes like, measured during training."""
+    prompts = [r for r in read_responses(artifacts.responses(config).folder, "validation")][: config.train.validate_prompts]
+    held = []
+
+    def validate(step: int, drafter: Drafter) -> dict:
+        if not prompts:
+            return {}
+        if not held:
+            held.append(load_target(config.target, device=next(drafter.parameters()).device))
+        return summary_of_replay(held[0], drafter, prompts, artifacts.taps(config), gate=config.gate, max_stages=config.train.depth_exposure + 1)
+    return validate

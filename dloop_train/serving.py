@@ -1,0 +1,67 @@
+"""Serving: load an exported drafter with its target, and stream tokens through the gated loop."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dloop_train.checkpoints.files import layout_of, load_drafter, read_config, read_shape
+from dloop_train.config import TargetConfig, build, check, option
+from dloop_train.data.chat import prompt_ids
+from dloop_train.decoding.gates import DLoop, Gate
+from dloop_train.decoding.loop import decode
+from dloop_train.drafters.base import Drafter, DrafterConfig
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.sources import as_dtype, load_target
+from dloop_train.targets.target import Target
+
+
+class LoopedModel:
+    """A target with a loop-aware drafter in front of it. Its greedy output is the target's own."""
+
+    def __init__(self, target: Target, drafter: Drafter, gate: Gate, config: TargetConfig):
+        self.target, self.drafter, self.gate, self.config = target, drafter, gate, config
+
+    def tokens(self, ids: list[int], *, max_new_tokens: int = 512) -> Iterator[int]:
+        """Token ids that continue `ids`, as they become certain."""
+        for emission in decode(self.target, self.drafter, self.gate, ids, max_new_tokens=max_new_tokens):
+            yield from emission.tokens
+
+    def generate(self, prompt: str | list[dict[str, str]], *, max_new_tokens: int = 512) -> Iterator[str]:
+        """Stream the answer to a user's text, or to a list of messages."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        ids = prompt_ids(self.target.tokenizer, messages, self.config)
+        said, tokens = "", []
+        for token in self.tokens(ids, max_new_tokens=max_new_tokens):
+            tokens.append(token)
+            text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+            if not text.endswith("\ufffd"):  # wait for the rest of a character
+                yield text[len(said):]
+                said = text
+
+
+def load(folder: str | Path, target: str | TargetConfig, *, device: str = "cpu", dtype: str | None = None, threshold: float | None = None) -> LoopedModel:
+    """An exported drafter and its target (a name of conf/target/, or a TargetConfig), ready to stream.
+
+    The gate's threshold is the export's own unless one is given.
+    """
+    folder = Path(folder)
+    config = build(option("target", target), TargetConfig, "target") if isinstance(target, str) else target
+    model = load_target(config, dtype=dtype, device=device)
+    section = read_config(folder).get("dloop")
+    check(section is not None or threshold is not None, f"{folder}/config.json has no dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
+    section = section or {}
+    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype)).to(device).eval()
+    gate = DLoop(threshold=section["threshold"] if threshold is None else threshold, max_stages=section.get("max_stages", 16))
+    return LoopedModel(model, drafter, gate, config)
+
+
+def settings_for(folder: Path, section: dict) -> DrafterConfig:
+    """Settings of the family that a checkpoint belongs to, as its own conf YAML gives them."""
+    family = layout_of(read_config(folder), folder).FAMILY
+    values, shape = option("drafter", family), read_shape(folder)
+    if hasattr(shape, "alignment"):
+        values["alignment"] = shape.alignment
+    elif "tokens_per_stage" in section:
+        values["tokens_per_stage"] = section["tokens_per_stage"]
+    return build(values, DrafterConfig, "drafter")

@@ -1,0 +1,93 @@
+"""Anchors: from which positions of a sequence drafting is practised, how deep, and what each stage should have said."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dloop_train.data.batches import TextBatch
+from dloop_train.types import Labels
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Branches of a batch, sorted by depth, deepest first, so that finished ones leave at the end of the axis."""
+
+    position: Tensor  # [B, N] origins; rows without enough of them are padded with depth 0
+    depth: Tensor  # [B, N] S, the stages to run; 0 is padding
+
+    def alive(self, stage: int) -> int:
+        """Branches of the widest row that reach this stage (from 1); at least 1, so that every rank runs every stage."""
+        return max(1, int((self.depth >= stage).sum(1).max()))
+
+
+def generator_of(seed: int, epoch: int, sample: str) -> np.random.Generator:
+    key = hashlib.sha256(f"{seed}/{epoch}/{sample}".encode()).digest()
+    return np.random.Generator(np.random.Philox(int.from_bytes(key[:16], "little")))
+
+
+def run_lengths(loss_mask: np.ndarray) -> np.ndarray:
+    """Supervised tokens that follow each position without a gap. [T] -> [T]"""
+    runs = np.zeros(len(loss_mask) + 1, dtype=np.int64)
+    for position in range(len(loss_mask) - 1, -1, -1):
+        runs[position] = runs[position + 1] + 1 if loss_mask[position] else 0
+    return runs[1:]
+
+
+def draw_depths(runs: np.ndarray, k: int, depth_exposure: int, first: np.ndarray, again: np.ndarray) -> np.ndarray:
+    """S for each origin: S - 1 ~ U{1..N}, redrawn among the stages with a supervised label; 1 where there is room for no second stage.
+
+    `first` and `again` are uniform numbers that belong to the origins.
+    """
+    deepest = np.minimum((runs - 1) // k + 1, depth_exposure + 1)  # the last stage that has a supervised label
+    if depth_exposure == 0:
+        return np.ones_like(runs)
+    drawn = 2 + np.floor(first * depth_exposure).astype(np.int64)
+    redrawn = 2 + np.floor(again * np.maximum(deepest - 1, 1)).astype(np.int64)
+    return np.where(deepest < 2, 1, np.where(drawn <= deepest, drawn, redrawn))
+
+
+def draw_origins(batch: TextBatch, k: int, *, count: int, depth_exposure: int, seed: int, epoch: int) -> Origins:
+    """Up to `count` origins per sequence: response tokens whose next token is supervised. Keyed by sample and position."""
+    rows = []
+    for sample, loss_mask in zip(batch.ids, batch.loss_mask.cpu().numpy(), strict=True):
+        runs = run_lengths(loss_mask)
+        candidates = np.flatnonzero(loss_mask & (runs > 0))
+        candidates = candidates[candidates > 0]  # position 0 has no feature before it
+        noise = generator_of(seed, epoch, sample).random((len(loss_mask), 3))
+        chosen = np.sort(candidates[np.argsort(noise[candidates, 0], kind="stable")[:count]])
+        depths = draw_depths(runs[chosen], k, depth_exposure, noise[chosen, 1], noise[chosen, 2])
+        order = np.lexsort((chosen, -depths))
+        rows.append((chosen[order], depths[order]))
+    widest = max(1, max(len(chosen) for chosen, _ in rows))
+    position = torch.ones(len(rows), widest, dtype=torch.long)
+    depth = torch.zeros(len(rows), widest, dtype=torch.long)
+    for number, (chosen, depths) in enumerate(rows):
+        position[number, :len(chosen)] = torch.from_numpy(chosen)
+        depth[number, :len(depths)] = torch.from_numpy(depths)
+    device = batch.tokens.device
+    return Origins(position.to(device), depth.to(device))
+
+
+def at(values: Tensor, positions: Tensor) -> Tensor:
+    """Rows of [B, T, ...] at positions [B, ...], clamped to the text."""
+    positions = positions.clamp(0, values.shape[1] - 1)
+    flat = positions.flatten(1)
+    index = flat if values.dim() == 2 else flat[..., None].expand(-1, -1, values.shape[-1])
+    return values.gather(1, index).unflatten(1, positions.shape[1:])
+
+
+def supervised(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Tensor:
+    """1 on the slots of a stage whose label is reached from the origin without leaving the response. [B, N, k]"""
+    reach = torch.arange(1, stage * k + 1, device=origins.device)
+    positions = origins[..., None] + reach  # [B, N, s k]
+    inside = (positions < batch.tokens.shape[1]) & at(batch.loss_mask, positions)
+    return inside.long().cumprod(-1)[..., (stage - 1) * k:].float()
+
+
+def labels_of(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Labels:
+    """What stage `stage` (from 1) of each branch [B, N] should have said."""
+    positions = origins[..., None] + (stage - 1) * k + torch.arange(1, k + 1, device=origins.device)  # [B, N, k]
+    return Labels(at(batch.tokens, positions), at(batch.last_hidden, positions - 1), supervised(batch, origins, stage, k))

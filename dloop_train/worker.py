@@ -1,0 +1,20 @@
+"""One rank of a phase, started by torchrun: python -m dloop_train.worker run/config.yaml train."""
+
+import importlib
+import sys
+
+from omegaconf import OmegaConf
+
+from dloop_train.config import from_hydra
+
+
+def main() -> None:
+    path, phase = sys.argv[1:]
+    try:
+        importlib.import_module(f"dloop_train.phases.{phase}").rank_main(from_hydra(OmegaConf.load(path)))
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        sys.exit(f"dloop_train: {phase}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Install if needed, then the linter and the tests that a CPU can run. Arguments go to pytest (-k gate, -m slow ...).
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+bash "$root/launchers/install.sh"
+cd "$root"
+
+# Two threads, and threads that sleep while they wait: tests start several processes on few cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+
+lint=0
+.venv/bin/python -m ruff check --quiet . || lint=$?
+[[ $lint == 0 ]] || echo "test: ruff has complaints (above); the tests run all the same" >&2
+tests=0
+.venv/bin/python -m pytest -q -m "not slow and not gpu and not slurm" "$@" || tests=$?
+exit $((tests ? tests : lint))

@@ -1,0 +1,135 @@
+"""The package as a whole: every YAML builds, imports point down, the README names every file, no path of one machine."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
+from omegaconf import OmegaConf, open_dict
+
+from dloop_train.config import CONF, PLUGINS, TYPED, Config, build, from_hydra
+from dloop_train.drafters.base import DrafterConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dloop_train"
+NOT_SETTINGS = ("cluster", "hydra")
+"""Groups whose files hold Hydra's settings, not ours."""
+LAYERS = {"types": 0, "config": 0, "runs": 0, "ranks": 0, "targets": 1, "data": 1, "drafters": 2, "checkpoints": 2,
+          "training": 3, "decoding": 3, "phases": 4, "serving": 4, "__init__": 5, "worker": 5, "__main__": 5}
+STRANGERS = {"training", "decoding"}
+"""These do not know each other."""
+
+YAMLS = sorted(file for file in CONF.glob("*/**/*.yaml") if file.relative_to(CONF).parts[0] not in NOT_SETTINGS)
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def shown(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def choices(file: Path) -> list[str]:
+    """Overrides that bring a YAML into the composed tree; the tiny target and EAGLE-3 where it needs company."""
+    group, name = file.relative_to(CONF).parts[0], file.stem
+    if group == "experiment":
+        return [f"+experiment={name}"]
+    if group == "pair":
+        drafter = next(other.stem for other in CONF.glob("drafter/*.yaml") if name.startswith(f"{other.stem}_"))
+        return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
+    company = {"drafter": "eagle3", "target": "tiny"} | {group: name}
+    return [f"{'+' if key in ('drafter', 'target') else ''}{key}={value}" for key, value in company.items()]
+
+
+def composed(overrides: list[str]):
+    """The tree as the command composes it; values that are the user's to give (`???`) are made up."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        tree = compose("config", overrides, return_hydra_config=True)
+    HydraConfig.instance().set_config(tree)
+    with open_dict(tree):
+        del tree["hydra"]
+        for key in OmegaConf.missing_keys(tree):
+            OmegaConf.update(tree, key, "given")
+    return tree
+
+
+@pytest.mark.parametrize("file", YAMLS, ids=shown)
+def test_yaml_builds_into_its_dataclass(file):
+    tree = composed(choices(file))
+    group = file.relative_to(CONF).parts[0]
+    if group in TYPED:
+        assert isinstance(build(tree[group], TYPED[group], group), TYPED[group])
+    elif group in PLUGINS:
+        assert isinstance(build(tree[group], DrafterConfig if group == "drafter" else object, group), get_class(tree[group]["_target_"]))
+    else:
+        assert group in ("pair", "experiment"), f"{group} is a group that config.py does not build"
+    assert isinstance(from_hydra(tree), Config)
+
+
+def test_every_group_has_options():
+    found = {file.relative_to(CONF).parts[0] for file in YAMLS}
+    assert found >= {"drafter", "target", "pair", "prompts", "gate", "deepspeed", "train", "experiment"}
+
+
+def part(module: str) -> str:
+    """dloop_train.drafters.base -> drafters; dloop_train itself -> __init__."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def imports(file: Path) -> set[str]:
+    """Parts of dloop_train that a file imports, anywhere in it, as modules' names."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{shown(file)}:{node.lineno} is a relative import; write the whole name"
+            # `from dloop_train import ranks` names a module, `from dloop_train import load` does not.
+            names = [f"dloop_train.{alias.name}" for alias in node.names if alias.name in LAYERS]
+            found |= set(names) if node.module == "dloop_train" and names else {node.module}
+    return {name for name in found if name.split(".")[0] == "dloop_train"}
+
+
+@pytest.mark.parametrize("file", MODULES, ids=shown)
+def test_imports_point_down(file):
+    own = file.relative_to(PACKAGE).with_suffix("").parts[0]
+    assert own in LAYERS, f"{shown(file)} stands in no layer; add {own} to DESIGN's layout, the README and LAYERS"
+    for name in imports(file):
+        other = part(name)
+        assert LAYERS[other] <= LAYERS[own], f"{shown(file)} imports {name} from a layer above"
+        assert own == other or {own, other} != STRANGERS, f"{shown(file)} imports {name}: training and decoding do not know each other"
+
+
+def test_readme_file_tree_names_every_file():
+    """The tree is the first fenced block after the heading; each line starts with a name, folders end with a slash."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"## The files\n.*?```\n(.*?)```", text, re.DOTALL)
+    assert block, 'README.md has no fenced file tree under "## The files"'
+    named, folders = set(), []
+    for line in block[1].splitlines():
+        if not line.strip():
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        folders[depth:] = [name] if name.endswith("/") else []
+        named.add("".join(folders[:depth]) + name)
+    files = {shown(file) for file in MODULES if file.read_text(encoding="utf-8").strip()}  # empty __init__.py need no line
+    assert files <= named, f"README's file tree lacks {sorted(files - named)}"
+    gone = {name for name in named if name.endswith(".py") and name.startswith("dloop_train/")} - files
+    assert not gone, f"README's file tree names {sorted(gone)}, which are not there"
+
+
+def test_no_file_holds_a_path_of_one_machine():
+    try:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    machine = re.compile(rb"(?<![\w.}~-])/(?:work|home|root|Users)/\w")
+    found = []
+    for name in listed:
+        file = ROOT / name
+        if file.is_file() and machine.search(file.read_bytes()):
+            found.append(name)
+    assert not found, f"paths of one machine stand in {found}"

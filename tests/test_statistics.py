@@ -1,0 +1,232 @@
+"""Statistics against numbers worked out by hand, and a report of a tiny run."""
+
+import json
+import math
+import re
+
+import pytest
+
+from dloop_train import config as settings
+from dloop_train.decoding import statistics
+from dloop_train.drafters.base import DrafterConfig
+from dloop_train.phases import artifacts, report
+from dloop_train.runs import write_atomic, write_jsonl
+
+K = 2
+
+
+def one(stages, accepted, scores=(), **seconds):
+    return {"stages": stages, "drafted": stages * K, "accepted": accepted, "emitted": accepted + 1, "scores": list(scores),
+            "seconds": seconds}
+
+
+def row(identity, rounds, *, seconds=1.0, tokens=None, category="chat"):
+    emitted = sum(each["emitted"] for each in rounds)
+    return {"id": identity, "category": category, "prompt_tokens": 3, "tokens": tokens or emitted, "seconds": seconds, "rounds": rounds,
+            "same_text": True}
+
+
+# Two responses: 1, 3, 5 tokens in three rounds; 7 tokens in one.
+ROWS = [row("a", [one(1, 0), one(1, 2), one(2, 4)], seconds=0.9), row("b", [one(3, 6)], seconds=1.4)]
+PLAIN = [row("a", [one(0, 0)] * 9, seconds=2.7), row("b", [one(0, 0)] * 7, seconds=3.5)]
+
+
+def test_tau_is_a_mean_of_means_and_micro_pools():
+    assert statistics.tau(ROWS) == pytest.approx((3 + 7) / 2)
+    assert statistics.tau_micro(ROWS) == pytest.approx(16 / 4)
+    assert statistics.tau(PLAIN) == 1
+
+
+def test_speedup_is_a_ratio_of_means():
+    # seconds per token: plain 0.3 and 0.5, drafted 0.1 and 0.2; a mean of ratios would be 2.75
+    assert statistics.speedup(ROWS, PLAIN) == pytest.approx(0.4 / 0.15)
+    assert statistics.speedup_micro(ROWS, PLAIN) == pytest.approx(6.2 / 2.3)
+
+
+def test_bootstrap_of_equal_prompts_has_no_width_and_of_two_prompts_reaches_both():
+    same = [row(name, [one(1, 1)]) for name in "abc"]
+    known = statistics.tau_estimate(same, draws=50)
+    assert (known.value, known.low, known.high) == (2, 2, 2)
+    known = statistics.tau_estimate(ROWS, draws=500)  # both prompts a: 3, both b: 7, each a quarter of the draws
+    assert (known.value, known.low, known.high) == pytest.approx((5, 3, 7))
+
+
+def test_bootstrap_is_seeded():
+    many = [row(str(number), [one(1, number % 3)]) for number in range(20)]
+    assert statistics.tau_estimate(many, draws=50, seed=1) == statistics.tau_estimate(many, draws=50, seed=1)
+    assert statistics.tau_estimate(many, draws=50, seed=1) != statistics.tau_estimate(many, draws=50, seed=2)
+
+
+def test_ratio_is_paired_by_prompt_in_any_order():
+    slow = [row(str(number), [one(1, 1)], seconds=1.0 + number) for number in range(8)]
+    fast = [row(str(number), [one(1, 1)], seconds=(1.0 + number) / 2) for number in reversed(range(8))]
+    known = statistics.speedup_estimate(fast, slow, draws=200)  # prompts differ eightfold, the ratio is 2 on each
+    assert (known.value, known.low, known.high) == pytest.approx((2, 2, 2))
+
+
+def test_responses_of_one_prompt_are_drawn_together():
+    rows = [row("a", [one(1, 0)]), row("a", [one(1, 2)])]
+    known = statistics.tau_estimate(rows, draws=100)
+    assert (known.value, known.low, known.high) == (2, 2, 2)
+
+
+def test_different_prompts_are_refused():
+    with pytest.raises(ValueError, match="1 are in one only, such as b"):
+        statistics.speedup_estimate(ROWS, PLAIN[:1], draws=10)
+
+
+def test_full_acceptance_by_stage():
+    # drafted S and accepted: (1,0) (1,2) (2,4) (2,1) (3,6) (3,5)
+    rows = [row("a", [one(1, 0), one(1, 2), one(2, 4), one(2, 1), one(3, 6), one(3, 5)])]
+    assert statistics.full_acceptance(rows, K) == [
+        {"stage": 1, "rounds": 6, "full": pytest.approx(4 / 6), "full_given_previous": pytest.approx(4 / 6)},
+        {"stage": 2, "rounds": 4, "full": pytest.approx(3 / 4), "full_given_previous": pytest.approx(3 / 3)},
+        {"stage": 3, "rounds": 2, "full": pytest.approx(1 / 2), "full_given_previous": pytest.approx(1 / 2)}]
+
+
+def test_a_stage_that_no_round_reached_accepted_has_no_share():
+    assert statistics.full_acceptance([row("a", [one(2, 1)])], K)[1] == {"stage": 2, "rounds": 1, "full": 0, "full_given_previous": None}
+
+
+def test_tokens_and_seconds_by_depth():
+    rows = [row("a", [one(1, 0, draft_first=1.0, verify=2.0), one(2, 4, draft_first=1.0, draft_more=0.5, verify=2.5)]),
+            row("b", [one(1, 2, draft_first=1.0, verify=2.0)])]
+    assert statistics.by_depth(rows) == [{"stages": 1, "rounds": 2, "tokens": 4, "seconds": 6.0},
+                                         {"stages": 2, "rounds": 1, "tokens": 5, "seconds": 4.0}]
+
+
+def test_tau_by_category():
+    rows = [row("a", [one(1, 0)], category="math"), row("b", [one(1, 2)], category="math"), row("c", [one(1, 1)], category="code")]
+    assert statistics.by_category(rows) == {"code": 2, "math": 2}
+
+
+def test_auroc_counts_ties_half():
+    assert statistics.auroc([2.0, 1.0], [1.0, 0.0]) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
+    assert statistics.auroc([1.0], []) is None
+
+
+def test_calibration_of_scores():
+    scored = [(0.9, 2), (0.9, 1), (0.7, 2), (0.3, 0), (1.0, 2)]  # probability of the block, accepted
+    rows = [row("a", [one(1, accepted, [math.log(probability)]) for probability, accepted in scored])]
+    known = statistics.calibration(rows, k=K, stage=1, threshold=math.log(0.8), bins=5)
+    assert [(each["low"], each["high"], each["rounds"]) for each in known["bins"]] == [(0.2, 0.4, 1), (0.6, 0.8, 1), (0.8, 1.0, 3)]
+    assert [each["full"] for each in known["bins"]] == pytest.approx([0, 1, 2 / 3])
+    assert known["bins"][2]["probability"] == pytest.approx(2.8 / 3)
+    assert known["precision"] == pytest.approx(2 / 3)
+    assert known["passed"] == pytest.approx(3 / 5)
+    assert known["auroc"] == pytest.approx((1.5 + 1 + 2) / 6)  # 0.9, 0.7, 1.0 against 0.9, 0.3
+
+
+def test_a_later_stage_is_tested_only_after_accepted_ones():
+    rows = [row("a", [one(2, 4, [-0.1, -0.2]), one(2, 1, [-0.1, -0.3]), one(2, 3, [-0.1, -0.4])])]
+    known = statistics.calibration(rows, k=K, stage=2, threshold=-0.5)
+    assert (known["rounds"], known["precision"]) == (2, 0.5)
+
+
+def test_shares_of_a_round():
+    # the response's 9 s leave out its first draft (1 s); 2 s are in no record
+    rows = [row("a", [one(1, 0, draft_first=1.0, gate=0.5, verify=3.0, commit=0.5),
+                      one(2, 4, draft_first=1.0, draft_more=0.5, gate=0.5, verify=0.5, commit=0.5)], seconds=9.0)]
+    assert statistics.time_shares(rows) == pytest.approx({"seconds_per_round": 5.0, "draft_to_verify": 2.5 / 3.5, "gate": 0.1,
+                                                          "outside_forwards": 0.4})
+
+
+def test_break_even():
+    costs = {"draft_more": 0.03, "verify": {"1": 0.1, "3": 0.12, "7": 0.16}}  # verify(5) = 0.14 lies between
+    rows = [row("a", [one(2, 4), one(2, 3), one(2, 1), one(1, 0)], seconds=1.2)]  # 12 tokens, 0.1 s each
+    known, = statistics.break_even(rows, costs, K)
+    assert known["cost_seconds"] == pytest.approx(0.05)
+    assert known["extra_tokens"] == pytest.approx(1.5)
+    assert known["needed"] == pytest.approx(0.05 / (1.5 * 0.1))
+    assert known["observed"] == pytest.approx(2 / 3)
+
+
+def test_table_is_aligned():
+    assert report.table([{"name": "a", "tau": "1.00"}, {"name": "long", "tau": "10.00"}]).split("\n") == [
+        "name    tau", "----  -----", "a      1.00", "long  10.00"]
+
+
+# The report of a tiny run
+
+
+POINT = {"tau": 3.0, "tokens_per_second": 20.0}
+REPLAYED = {"k": K, "S1": POINT, "oracle": {"tau": 5.0, "tokens_per_second": 30.0}, "full_acceptance_by_stage": [0.5], "validation": None,
+            "sweep": [{"threshold": -0.5, "stages": 1.5, **POINT}, {"threshold": -0.25, "stages": 1.2, **POINT}]}
+COSTS = {"draft_first": 0.01, "draft_more": 0.01, "verify": {"1": 0.1, "5": 0.11}, "overhead": 0.01, "plain": 0.1}
+FIRST = {"draft_first": 0.01, "verify": 0.1}
+MORE = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": 0.11, "commit": 0.01}
+DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
+           ("untouched S=1", "untouched", None, [one(1, 2, [-0.1], **FIRST)] * 4, 0.6),
+           ("trained + gate (DLoop)", "trained", -0.5, [one(2, 4, [-0.1, -0.8], **MORE), one(1, 1, [-0.9], **FIRST)] * 2, 0.4)]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Config of a run whose evaluation and training have been written by hand."""
+    target = settings.TargetConfig(name="tiny", source="random", path="tiny", stop_ids=[0])
+    made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=None,
+                           gate=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
+                           deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig())
+    folder = artifacts.run_folder(made)
+    listed = []
+    for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):
+        listed.append({"label": label, "drafter": drafter, "gated": threshold is not None, "threshold": threshold, "k": K,
+                       "rounds": f"rounds/{number}.jsonl"})
+        rows = [row(name, rounds, seconds=seconds, tokens=12, category=category) for name, category in (("a", "chat"), ("b", "math"))]
+        write_jsonl(folder / f"evaluation/rounds/{number}.jsonl", rows)
+    write_atomic(folder / "evaluation/settings.json", json.dumps(listed))
+    write_atomic(folder / "evaluation/replay.json", json.dumps({"untouched": REPLAYED, "trained": REPLAYED}))
+    write_atomic(folder / "evaluation/costs.json", json.dumps({"untouched": COSTS, "trained": COSTS}))
+    write_jsonl(folder / "metrics.jsonl", [{"step": step, "loss_first": 2.0, "loss_last": 3 - 0.1 * step, "lr": 1e-4} for step in range(5)])
+    write_jsonl(folder / "validation.jsonl", [{"step": step, "tau_s1": 3.0, "tau_gated": 3.5} for step in (0, 4)])
+    return made
+
+
+FIGURES = ["Speedup and tau", "Tokens and time by depth", "Threshold sweep", "Calibration of the gate&#x27;s score", "Training",
+           "Tau by category"]
+
+
+def test_report_is_whole(tiny, capsys):
+    report.run(tiny)
+    folder = artifacts.run_folder(tiny)
+    known = json.loads((folder / "report.json").read_text())
+    gated = known["settings"][2]
+    assert known["headline"] == gated["label"] == "trained + gate (DLoop)"
+    assert (gated["speedup"]["value"], gated["over_reference"]["value"], gated["tau"]["value"]) == pytest.approx((3.0, 1.5, 3.5))
+    assert gated["full_acceptance"][0]["full"] == pytest.approx(0.5)
+    assert gated["tau_by_category"] == pytest.approx({"chat": 3.5, "math": 3.5})
+    html = (folder / "report.html").read_text()
+    assert re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,iVBOR', html) == FIGURES
+    assert "Left out" not in html and "left out" not in html
+    assert "http" not in html  # nothing is loaded from elsewhere
+    assert "3.00x [3.00, 3.00]" in capsys.readouterr().out
+
+
+def test_report_says_why_a_figure_is_left_out(tiny):
+    folder = artifacts.run_folder(tiny)
+    (folder / "validation.jsonl").unlink()
+    report.run(tiny)
+    assert "Validation points are left out" in (folder / "report.html").read_text()
+    (folder / "metrics.jsonl").unlink()
+    report.run(tiny)
+    html = (folder / "report.html").read_text()
+    assert "Left out: metrics.jsonl is absent" in html
+    assert len(re.findall("<img", html)) == len(FIGURES) - 1
+
+
+@pytest.mark.parametrize("missing", ["settings.json", "replay.json", "costs.json", "rounds/1.jsonl"])
+def test_report_names_the_phase_to_run(tiny, missing):
+    (artifacts.run_folder(tiny) / "evaluation" / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=r"phases=\[evaluate,report\]"):
+        report.run(tiny)
+
+
+def test_a_response_without_rounds_is_left_out_everywhere(tiny):
+    folder = artifacts.run_folder(tiny)
+    path = folder / "evaluation/rounds/1.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    write_jsonl(path, [rows[0] | {"rounds": [], "tokens": 0}, rows[1]])
+    report.run(tiny)
+    known = json.loads((folder / "report.json").read_text())
+    assert (known["run"]["prompts"], known["run"]["prompts_left_out"]) == (1, 1)
+    assert [list(each["tau_by_category"]) for each in known["settings"]] == [["math"]] * 3

@@ -86,9 +86,11 @@ def imports(file: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{shown(file)}:{node.lineno} is a relative import; write the whole name"
-            # `from dloop_train import ranks` names a module, `from dloop_train import load` does not.
-            names = [f"dloop_train.{alias.name}" for alias in node.names if alias.name in LAYERS]
-            found |= set(names) if node.module == "dloop_train" and names else {node.module}
+            if node.module != "dloop_train":
+                found.add(node.module)
+            else:  # `from dloop_train import ranks` names a module, `load` is the package's own; the version is anybody's
+                names = {alias.name for alias in node.names} - {"__version__"}
+                found |= {f"dloop_train.{name}" if name in LAYERS else "dloop_train" for name in names}
     return {name for name in found if name.split(".")[0] == "dloop_train"}
 
 

@@ -96,8 +96,8 @@ def test_tokens_and_seconds_by_depth():
 
 
 def test_tau_by_category():
-    rows = [row("a", [one(1, 0)], category="math"), row("b", [one(1, 2)], category="math"), row("c", [one(1, 1)], category="code")]
-    assert statistics.by_category(rows) == {"code": 2, "math": 2}
+    rows = [row("a", [one(1, 0)], category="math"), row("b", [one(1, 2)], category="math"), row("c", [one(1, 4)], category="code")]
+    assert statistics.by_category(rows) == {"code": 5, "math": 2}
 
 
 def test_auroc_counts_ties_half():

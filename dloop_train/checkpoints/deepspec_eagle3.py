@@ -26,7 +26,7 @@ def read_shape(config: dict) -> Eagle3Shape:
 
 
 def write_config(shape: Eagle3Shape) -> dict:
-    return {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": list(shape.taps), "ttt_length": shape.steps or 7,
+    return {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": list(shape.taps), "ttt_length": shape.steps,
             "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "num_target_layers": shape.num_target_layers, "num_hidden_layers": 1,
             "vocab_size": shape.vocab_size, "layer_types": ["full_attention"], "sliding_window": None, "use_sliding_window": False,
             "max_window_layers": 1, "tie_word_embeddings": False, **shape.sizes.public()}

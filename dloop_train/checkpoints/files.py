@@ -112,12 +112,14 @@ def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
     drafter.load_state_dict(tensors)
 
 
-def save_drafter(drafter: Drafter, folder: Path, *, section: dict, target: TargetSpec | None, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors in the drafter's public layout."""
+def save_drafter(drafter: Drafter, folder: Path, *, section: dict, target: TargetSpec | None, dtype: torch.dtype = torch.bfloat16,
+                 copies: bool = True) -> None:
+    """Write config.json and model.safetensors in the drafter's public layout; `copies` says whether with its copies of the target's rows."""
     layout = layout_modules()[drafter.shape.format]
     own = {name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach() for name, tensor in drafter.state_dict().items()}
-    copies = {name: getattr(drafter.head, f"{role}_weight").detach().to(dtype) for role, name in layout.COPIES.items()} if drafter.head is not None else {}
-    tensors = {name: tensor.contiguous().clone() for name, tensor in layout.to_public(own | copies).items()}
+    if copies and drafter.head is not None:
+        own |= {name: getattr(drafter.head, f"{role}_weight").detach().to(dtype) for role, name in layout.COPIES.items()}
+    tensors = {name: tensor.contiguous().clone() for name, tensor in layout.to_public(own).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = layout.write_config(drafter.shape) | {"dtype": str(dtype).removeprefix("torch."), SECTION: section}

@@ -48,7 +48,7 @@ class Eagle3Config(ChainConfig):
         return Eagle3Shape(format=self.format, sizes=LayerSizes.of(target.text_config, head_norms=qwen3), num_layers=1, taps=tuple(taps),
                            num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size,
                            draft_vocab_size=(0 if qwen3 else self.draft_vocab_size) or target.vocab_size, own_lm_head=not qwen3,
-                           fc_norm=self.fc_norm, state="raw")
+                           fc_norm=self.fc_norm, steps=self.tokens_per_stage if qwen3 else None, state="raw")
 
     def build(self, shape: Eagle3Shape, head: TargetHead | None) -> "Eagle3":
         return Eagle3(shape, head, k=self.tokens_per_stage, decay=self.decay)

@@ -21,6 +21,8 @@ from dloop_train.runs import read_jsonl, write_atomic
 
 PACKAGES = ("dloop_train", "torch", "transformers", "deepspeed", "numpy")
 CALIBRATED_STAGES = 3
+TABLED_STAGES = 4
+"""Later stages stand in report.json alone."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def read_results(folder: Path) -> Results:
         check(bool(found), f"{evaluation} holds no responses for setting {label!r}; rerun phases=[evaluate]")
         statistics.require_same_prompts(found, rows[settings[0]["label"]])
     without_round = {row["id"] for found in rows.values() for row in found if not row["rounds"]}
-    rows = {label: [row for row in found if row["rounds"]] for label, found in rows.items()}
+    rows = {label: [row for row in found if row["id"] not in without_round] for label, found in rows.items()}
     check(bool(rows[settings[0]["label"]]),
           f"{evaluation} holds no prompt that every setting answered in a round; raise evaluate.prompts and rerun phases=[evaluate]")
     return Results(settings=settings, rows=rows, left_out=len(without_round),
@@ -233,9 +235,9 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
                 "fully accepted.",
                 bool(swept), "replay.json holds no sweep (replay needs temperature 0)",
                 lambda: figures.sweep_figure(swept, {drafter: by_drafter.get(drafter, figures.INK) for drafter in swept})),
-        exhibit("Calibration of the gate's score", "On the grey diagonal the drafter's probability for its own block is the chance that the "
-                "target accepts all of it. Dots grow with the share of rounds; only rounds whose earlier stages were accepted test a later "
-                f"one. Points of fewer than {figures.FEWEST} rounds are not drawn.",
+        exhibit("Calibration of the gate's score", "On the grey diagonal the drafter's probability for its own block is the chance that "
+                "the target accepts all of it. Dots grow with the share of rounds; only rounds whose earlier stages were accepted test a "
+                f"later one. Points of fewer than {figures.FEWEST} rounds are not drawn.",
                 bool(calibrated), "no setting has a gate with a threshold",
                 lambda: figures.calibration_figure({label: one["calibration"] for label, one in calibrated.items()},
                                                    {label: one["threshold"] for label, one in calibrated.items()}, colour)),
@@ -317,11 +319,12 @@ def stage_tables(report: dict) -> list[str]:
     drafted = [one for one in report["settings"] if one["drafter"] is not None]
     parts = [("Where the time goes", "Shares of a whole round; whatever is not a forward of drafter or target is outside.",
               [time_row(one) for one in drafted]),
-             ("Full acceptance by stage", "Rounds that drafted the stage, and how often the target accepted everything up to its end.",
-              [acceptance_row(one["label"], row) for one in drafted for row in one["full_acceptance"]]),
+             ("Full acceptance by stage", "Rounds that drafted the stage, and how often the target accepted everything up to its end. "
+              f"Stages after the {TABLED_STAGES}th are in report.json.",
+              [acceptance_row(one["label"], row) for one in drafted for row in one["full_acceptance"][:TABLED_STAGES]]),
              ("Break-even of one more stage", "Another stage pays above this full-acceptance rate of the stages before it: its cost over "
               "the tokens it adds times the setting's seconds per token.",
-              [break_even_row(one["label"], row) for one in drafted for row in one.get("break_even", [])])]
+              [break_even_row(one["label"], row) for one in drafted for row in one.get("break_even", [])[:TABLED_STAGES]])]
     return [f'<h2>{title}</h2>\n{html_table(rows)}<p class="note">{escape(note)}</p>' for title, note, rows in parts if rows]
 
 

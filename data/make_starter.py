@@ -1,0 +1,40 @@
+"""Turn a trained run into a starter: its export without the target's own rows, and where it came from.
+
+    python -m dloop_train +drafter=dflash +target=smollm2_135m +experiment=starter
+    python data/make_starter.py artifacts/runs/starter-dflash data/starters/dflash_smollm2_135m
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from dloop_train.checkpoints.files import layout_of, read_config
+from dloop_train.runs import read_jsonl
+
+LIMIT = 24 * 10**6
+
+
+def main(run: Path, out: Path) -> None:
+    config = read_config(run / "drafter")
+    copies = set(layout_of(config, run).COPIES.values())
+    tensors = {name: tensor for name, tensor in load_file(run / "drafter" / "model.safetensors").items() if name not in copies}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    size = (out / "model.safetensors").stat().st_size
+    if size > LIMIT:
+        sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
+    composed = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
+    provenance = {"command": f"python -m dloop_train +drafter={layout_of(config, run).FAMILY} +target=smollm2_135m +experiment=starter", "bytes": size,
+                  "settings": {key: composed[key] for key in ("drafter", "train", "generate", "prompts")},
+                  "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
+                  "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}
+    (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

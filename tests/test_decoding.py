@@ -1,0 +1,140 @@
+"""Laws of decoding: the output is the target's own, replay is live, one stage is no loop."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import VARIANTS, make_drafter
+from teaching import counting_prompts, taught_drafter
+
+from dloop_train.config import CONF, build, option
+from dloop_train.decoding.costs import Costs
+from dloop_train.decoding.gates import Always, DLoop, Gate, Never
+from dloop_train.decoding.loop import clip, decode
+from dloop_train.decoding.replay import replay, walk_gate, walk_oracle
+from dloop_train.targets.responders import decode_plain
+from dloop_train.types import Round
+
+LENGTH = 40
+GATES = [Never(), Always(max_stages=2), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g in (-0.05, -0.5, -5.0) for cap in (2, 4))]
+
+
+@pytest.fixture(scope="module")
+def taught(taught_target):
+    return {variant: taught_drafter(variant, taught_target) for variant in VARIANTS}
+
+
+def run(target, drafter, gate, prompt, length=LENGTH):
+    emissions = list(decode(target, drafter, gate, prompt, max_new_tokens=length))
+    return [token for e in emissions for token in e.tokens], [e.round for e in emissions if e.round is not None]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_output_is_the_targets_own(gate, variant, taught, taught_target, tiny_target):
+    for target, drafter in ((taught_target, taught[variant]), (tiny_target, make_drafter(variant, tiny_target))):
+        for prompt in counting_prompts(2).tolist():
+            text, rounds = run(target, drafter, gate, prompt)
+            assert text == decode_plain(target, prompt, max_new_tokens=LENGTH)
+            assert 1 + sum(round.emitted for round in rounds) == len(text)
+
+
+def test_drafts_are_accepted_and_loops_happen(taught, taught_target):
+    """The laws above would be hollow if nothing were ever accepted."""
+    for variant, drafter in taught.items():
+        rounds = [r for prompt in counting_prompts(6).tolist() for r in run(taught_target, drafter, DLoop(threshold=-2.0, max_stages=4), prompt)[1]]
+        assert max(r.stages for r in rounds) > 1, variant
+        assert max(r.accepted for r in rounds) > drafter.k, variant
+
+
+@pytest.mark.parametrize("gate", GATES, ids=repr)
+def test_replay_is_live(gate, variant, taught, taught_target):
+    """Round for round: stages, drafted, accepted, emitted, and the scores."""
+    drafter = taught[variant]
+    for prompt in counting_prompts(3).tolist():
+        text, live = run(taught_target, drafter, gate, prompt)
+        record = replay(taught_target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH, branches=7)
+        walked = walk_gate(record, gate)
+        assert [(r.stages, r.drafted, r.emitted) for r in walked] == [(r.stages, r.drafted, r.emitted) for r in live]
+        assert [r.accepted for r in walked][:-1] == [r.accepted for r in live][:-1]  # live sees past the end of the text in the last round
+        for a, b in zip(walked, live, strict=True):
+            if gate.needs_scores:
+                assert a.scores == pytest.approx(b.scores, abs=1e-4)
+
+
+def test_stop_tokens_end_a_round_alike(taught, taught_target):
+    """With a frequent token declared a stop token, live and replay still agree and the text ends there."""
+    target = taught_target
+    spec = target.spec
+    target.spec = dataclasses.replace(spec, stop_ids=(80, 81))
+    try:
+        for drafter in taught.values():
+            for prompt in counting_prompts(4).tolist():
+                text, live = run(target, drafter, DLoop(threshold=-3.0, max_stages=4), prompt)
+                assert text == decode_plain(target, prompt, max_new_tokens=LENGTH)
+                walked = walk_gate(replay(target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH), DLoop(threshold=-3.0, max_stages=4))
+                assert [(r.stages, r.emitted) for r in walked] == [(r.stages, r.emitted) for r in live]
+    finally:
+        target.spec = spec
+
+
+def test_one_stage_is_no_loop(variant, taught, taught_target):
+    """A gate that could loop but never does equals ordinary speculative decoding."""
+    prompt = counting_prompts(1)[0].tolist()
+    _, a = run(taught_target, taught[variant], DLoop(threshold=-1e-12, max_stages=1), prompt)
+    _, b = run(taught_target, taught[variant], Never(), prompt)
+    assert [(r.stages, r.accepted, r.emitted) for r in a] == [(r.stages, r.accepted, r.emitted) for r in b]
+
+
+def test_oracle_takes_as_few_rounds_as_any_gate(variant, taught, taught_target):
+    drafter, prompt = taught[variant], counting_prompts(1)[0].tolist()
+    text, _ = run(taught_target, drafter, Never(), prompt)
+    record = replay(taught_target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH)
+    oracle = walk_oracle(record)
+    for gate in GATES:
+        assert len(oracle) <= len(walk_gate(record, gate))
+    assert all(r.accepted >= (r.stages - 1) * drafter.k for r in oracle)
+
+
+def test_gate_reads_the_newest_block():
+    gate = DLoop(threshold=-0.5, max_stages=3)
+    assert gate.more([-0.5]) and gate.more([-9.0, -0.1])
+    assert not gate.more([-0.1, -0.51]) and not gate.more([-0.1, -0.1, -0.1])
+
+
+def test_every_gate_yaml_builds():
+    for path in (CONF / "gate").glob("*.yaml"):
+        assert isinstance(build(option("gate", path.stem), Gate, "gate"), Gate)
+    with pytest.raises(ValueError, match="cannot be positive"):
+        DLoop(threshold=0.5)
+
+
+def test_clip():
+    assert clip([5, 2, 7], {2}, 9) == [5, 2]
+    assert clip([5, 7, 2], {2}, 2) == [5, 7]
+
+
+def test_costs_interpolate_and_add_up():
+    costs = Costs(draft_first=1.0, draft_more=0.5, verify={1: 2.0, 5: 4.0, 9: 8.0}, overhead=0.25, plain=2.0)
+    assert costs.verification(3) == 3.0 and costs.verification(5) == 4.0 and costs.verification(11) == 10.0
+    assert costs.seconds(Round(2, 8, 0, 1, ())) == 1.0 + 0.5 + 8.0 + 0.25
+
+
+def test_plain_decoding_through_the_same_path(tiny_target):
+    prompt = counting_prompts(1)[0].tolist()
+    text, rounds = run(tiny_target, None, Never(), prompt)
+    assert text == decode_plain(tiny_target, prompt, max_new_tokens=LENGTH)
+    assert all((r.stages, r.drafted, r.emitted) == (0, 0, 1) for r in rounds)
+
+
+def test_empty_prompt_is_refused(tiny_target):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        next(decode(tiny_target, None, Never(), [], max_new_tokens=4))
+
+
+def test_commit_gathers_rows(tiny_target):
+    """A path with a gap keeps exactly its rows."""
+    cache = tiny_target.new_cache()
+    tiny_target.read(torch.arange(60, 68)[None], cache=cache)
+    keys = cache.layers[0].keys.clone()
+    tiny_target.commit(cache, 5, [0, 2])
+    assert torch.equal(cache.layers[0].keys, keys[:, :, [0, 1, 2, 3, 4, 5, 7]])

@@ -19,7 +19,10 @@ REQUIRED = ("drafter", "target")
 def main() -> None:
     """Entry point of `python -m dloop_train` and of the console script."""
     require_choices(sys.argv[1:])
-    sys.argv[1:] = [as_set_or_add(argument) for argument in sys.argv[1:]]
+    arguments = [as_set_or_add(argument) for argument in sys.argv[1:]]
+    if "dry_run=true" in (argument.lower() for argument in arguments):  # then Hydra writes nothing either
+        arguments += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
+    sys.argv[1:] = arguments
     compose_and_run()
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from dloop_train.checkpoints.files import layout_of, load_drafter, read_config, read_shape
 from dloop_train.config import TargetConfig, build, check, option
 from dloop_train.data.chat import prompt_ids
@@ -40,7 +38,7 @@ class LoopedModel:
                 said = text
 
 
-def load(folder: str | Path, target: str | TargetConfig, *, device: str = "cpu", dtype: str | None = None, threshold: float | None = None) -> LoopedModel:
+def load(folder: str | Path, target: str | TargetConfig, *, device: str | None = None, dtype: str | None = None, threshold: float | None = None) -> LoopedModel:
     """An exported drafter and its target (a name of conf/target/, or a TargetConfig), ready to stream.
 
     The gate's threshold is the export's own unless one is given.
@@ -51,7 +49,7 @@ def load(folder: str | Path, target: str | TargetConfig, *, device: str = "cpu",
     section = read_config(folder).get("dloop")
     check(section is not None or threshold is not None, f"{folder}/config.json has no dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
     section = section or {}
-    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype)).to(device).eval()
+    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype)).to(model.device).eval()
     gate = DLoop(threshold=section["threshold"] if threshold is None else threshold, max_stages=section.get("max_stages", 16))
     return LoopedModel(model, drafter, gate, config)
 

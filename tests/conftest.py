@@ -48,13 +48,13 @@ def tiny_config(**changes) -> TargetConfig:
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """Random weights, float64."""
-    return load_target(tiny_config(), dtype="float64")
+    return load_target(tiny_config(), dtype="float64", device="cpu")
 
 
 @pytest.fixture(scope="session")
 def taught_target() -> Target:
     """Trained for a moment on counting texts: its greedy continuations are regular, so that drafters can learn them."""
-    target = load_target(tiny_config(), dtype="float32")
+    target = load_target(tiny_config(), dtype="float32", device="cpu")
     model = target.model.train().requires_grad_(True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)

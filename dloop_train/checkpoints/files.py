@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -58,7 +59,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def load_safely(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except Exception as error:  # safetensors raises its own, untyped across versions
+    except SafetensorError as error:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again") from error
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dloop_train.types import Sample
@@ -82,11 +82,17 @@ class FeatureStore:
     def __getitem__(self, index: int) -> Sample:
         place = self.places[index]
         if place.shard not in self._files:
-            self._files[place.shard] = safe_open(shard_file(self.folder, place.shard), "pt")
+            self._files[place.shard] = self.open(place.shard)
         rows = slice(place.start, place.start + self.length(index))
         parts = {name: self._files[place.shard].get_slice(name)[rows] for name in ROWS}
-        if not parts["features"].isfinite().all():
+        if not (parts["features"].isfinite().all() and parts["last_hidden"].isfinite().all()):
             raise ValueError(f"sample {place.id} in {shard_file(self.folder, place.shard)} has NaN or infinite features: the file is damaged; "
                              f"delete {self.folder} and rerun phases=[cache]")
         return Sample(place.id, parts["tokens"].long(), parts["loss_mask"].bool(), parts["features"], parts["last_hidden"])
 
+    def open(self, number: int):
+        path = shard_file(self.folder, number)
+        try:
+            return safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read ({error}): the file is damaged; delete {self.folder} and rerun phases=[cache]") from error

@@ -13,7 +13,6 @@ from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
 
-
 FORMATS = ("specforge_eagle3", "deepspec_eagle3")
 
 

@@ -10,7 +10,9 @@ from dloop_train.runs import Artifact
 def target_settings(config: Config) -> dict:
     """What of the target changes its text."""
     target = asdict(config.target)
-    return {key: target[key] for key in ("name", "source", "path", "revision", "thinking", "stop_ids", "dtype", "config")}
+    shaping = ("name", "source", "path", "revision", "thinking", "stop_ids", "dtype")
+    # Elsewhere `config` only tells a dry run the sizes.
+    return {key: target[key] for key in shaping} | {"config": target["config"] if config.target.source == "random" else {}}
 
 
 def responses(config: Config) -> Artifact:

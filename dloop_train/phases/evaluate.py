@@ -5,7 +5,6 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from dloop_train.checkpoints.files import load_drafter, locate_drafter
@@ -52,7 +51,7 @@ def run(config: Config) -> None:
     if (folder / "settings.json").is_file():
         say(f"evaluate: done before, {folder}")
         return
-    target = load_target(config.target, dtype=config.evaluate.dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    target = load_target(config.target, dtype=config.evaluate.dtype)
     drafters = {label: load_for(target, path, config) for label, path in folders.items()}
     responses = read_responses(artifacts.responses(config).folder, "test")[:config.evaluate.prompts]
     check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")

@@ -12,8 +12,8 @@ from dloop_train.data.responses import Response
 from dloop_train.phases import artifacts
 from dloop_train.ranks import say
 from dloop_train.runs import read_jsonl, write_jsonl
-from dloop_train.targets.responders import decode_plain, respond
 from dloop_train.targets.prepack import prepack
+from dloop_train.targets.responders import decode_plain, respond
 from dloop_train.targets.sources import load_target
 
 

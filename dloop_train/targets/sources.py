@@ -19,8 +19,9 @@ from dloop_train.targets.target import Target
 from dloop_train.types import TargetSpec
 
 
-def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu") -> Target:
-    """The whole target, frozen."""
+def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None) -> Target:
+    """The whole target, frozen; on an accelerator where there is one."""
+    device = device or default_device()
     dtype = as_dtype(dtype or config.dtype)
     if config.source == "random":
         model = random_model(config).to(dtype)
@@ -29,6 +30,10 @@ def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None,
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return Target(model.to(device), tokenizer, spec_of(config, model.config))
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_tokenizer(config: TargetConfig):

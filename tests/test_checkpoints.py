@@ -1,0 +1,113 @@
+"""Checkpoints: what does not fit is named, and nothing is loaded by halves."""
+
+import json
+
+import pytest
+import torch
+from conftest import TAPS, make_drafter
+from safetensors.torch import load_file, save_file
+
+from dloop_train.checkpoints.files import create_drafter, load_drafter, save_drafter
+from dloop_train.drafters.base import read_rope
+from dloop_train.drafters.dflash import DFlashConfig
+from dloop_train.drafters.eagle3 import Eagle3Config
+from dloop_train.targets.head import TargetHead
+
+
+@pytest.fixture
+def folder(tiny_target, tmp_path):
+    save_drafter(make_drafter("dflash-shifted", tiny_target), tmp_path, section={}, target=tiny_target.spec, dtype=torch.float64)
+    return tmp_path
+
+
+def load(folder, tiny_target, settings=None):
+    return load_drafter(folder, settings or DFlashConfig(alignment="shifted"), TargetHead.of(tiny_target), dtype=torch.float64)
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda t: t.pop("norm.weight"), "missing norm.weight"),
+    (lambda t: t.update(extra=torch.zeros(1)), "unknown extra"),
+    (lambda t: t.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight is \(2, 2\), expected"),
+    (lambda t: t["fc.weight"].view(-1)[3:4].fill_(float("nan")), "fc.weight has NaN"),
+    (lambda t: t["embed_tokens.weight"].add_(1), "made for another target"),
+])
+def test_bad_tensors_are_named(folder, tiny_target, change, message):
+    change_tensors(folder, change)
+    with pytest.raises(ValueError, match=message):
+        load(folder, tiny_target)
+
+
+def test_optional_prefixes_load(folder, tiny_target):
+    def prefix(tensors):
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+    before = load(folder, tiny_target).state_dict()
+    change_tensors(folder, prefix)
+    after = load(folder, tiny_target).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_truncated_file_is_named(folder, tiny_target):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated"):
+        load(folder, tiny_target)
+
+
+def test_other_family_and_alignment_are_refused(folder, tiny_target):
+    with pytest.raises(ValueError, match="family dflash"):
+        load(folder, tiny_target, Eagle3Config())
+    with pytest.raises(ValueError, match="is shifted, drafter.alignment says fill_in"):
+        load(folder, tiny_target, DFlashConfig(alignment="fill_in"))
+
+
+def test_unknown_architecture_lists_the_known(folder, tiny_target):
+    change_config(folder, architectures=["Mystery"])
+    with pytest.raises(ValueError, match="Known: .*zlab_dflash"):
+        load(folder, tiny_target)
+
+
+def test_drafter_of_another_target_is_refused(folder, tiny_target):
+    settings = DFlashConfig(alignment="shifted", init=str(folder))
+    create_drafter(settings, tiny_target.spec, TargetHead.of(tiny_target), TAPS)
+    change_config(folder, target_layer_ids=[0, 1, 2], mask_token_id=7)
+    with pytest.raises(ValueError, match=r"taps: the checkpoint has \(0, 1, 2\)[\s\S]*|mask_token_id: the checkpoint has 7"):
+        create_drafter(settings, tiny_target.spec, TargetHead.of(tiny_target), TAPS)
+
+
+def test_rope_theta_is_read_flat_and_nested():
+    assert read_rope({"rope_theta": 5.0}) == (5.0, None)
+    assert read_rope({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}) == (7.0, None)
+    with pytest.raises(ValueError, match="neither"):
+        read_rope({})
+    with pytest.raises(ValueError, match="5.0 at the top level and 7.0"):
+        read_rope({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 7.0}})
+    with pytest.raises(ValueError, match="yarn"):
+        read_rope({"rope_theta": 5.0, "rope_scaling": {"rope_type": "yarn", "factor": 2}})
+
+
+def test_export_writes_rope_both_ways(folder):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
+
+
+def test_llama3_rope_equals_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from dloop_train.drafters.layers import Rotary
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=scaling | {"rope_theta": 500000.0})
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(Rotary(128, 500000.0, scaling).frequencies.float(), theirs, rtol=1e-5, atol=0)

@@ -1,0 +1,205 @@
+"""Data: prompts and splits, chat rendering, sampling noise, stores and what they refuse."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_config
+from safetensors.torch import load_file, save_file
+
+from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
+from dloop_train.data.chat import prompt_ids
+from dloop_train.data.prompts import JsonLines, PerfectBlend, split_of
+from dloop_train.data.store import FeatureStore, index_of, plan_shards, shard_file, write_shard
+from dloop_train.runs import Artifact, require_same, write_atomic
+from dloop_train.targets.bytes_tokenizer import byte_tokenizer
+from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
+from dloop_train.targets.target import require_taps
+from dloop_train.types import Sample
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_builtin_prompts_hold_every_category_and_split():
+    prompts = build(option("prompts", "builtin"), object).read()
+    assert len(prompts) >= 5000
+    for split in ("train", "validation", "test"):
+        assert {p.category for p in prompts if p.split == split} == {"math", "code", "chat", "instruction", "extraction"}
+    texts = {split: {p.messages[-1]["content"] for p in prompts if p.split == split} for split in ("train", "validation", "test")}
+    assert not texts["train"] & (texts["validation"] | texts["test"])
+
+
+def test_jsonl_prompts(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "old answer"}]}, {"prompt": "b", "id": "x", "split": "test"}]
+    prompts = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.0, test=0.0).read()
+    assert [p.messages[-1]["content"] for p in prompts] == ["a", "b"]  # the old answer is not kept
+    assert [p.split for p in prompts] == ["train", "test"]
+
+
+@pytest.mark.parametrize("row, message", [({"text": "a"}, 'expected "messages" or "prompt"'), ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
+                                          ({"prompt": "a", "split": "dev"}, "split must be one of"), ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn")])
+def test_bad_prompt_rows_are_named(tmp_path, row, message):
+    with pytest.raises(ValueError, match=message) as error:
+        JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", [row]))).read()
+    assert "p.jsonl:1" in str(error.value)
+
+
+def test_perfectblend_from_a_local_file(tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "answer"}], "source": "s"} for n in range(40)]
+    rows += [rows[0], {"conversations": [{"from": "gpt", "value": "starts wrong"}], "source": "s"}]
+    prompts = PerfectBlend(name="perfectblend", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.1, test=0.1).read()
+    assert len(prompts) == 40 and all(len(p.messages) == 1 for p in prompts)
+
+
+def test_split_depends_on_the_id_alone():
+    splits = [split_of(str(n), 0.1, 0.2) for n in range(5000)]
+    assert abs(splits.count("test") / 5000 - 0.2) < 0.02 and abs(splits.count("validation") / 5000 - 0.1) < 0.02
+
+
+def test_chat_renders_once_and_doubles_no_bos():
+    """The template writes the special tokens; none is added again."""
+    tokenizer = byte_tokenizer(2)
+    ids = prompt_ids(tokenizer, [{"role": "user", "content": "hi"}], tiny_config())
+    assert tokenizer.decode(ids) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert ids.count(1) == 2
+
+
+def test_thinking_mode_reaches_the_template():
+    tokenizer = byte_tokenizer(2)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is defined and not enable_thinking %}|none{% endif %}"
+    message = [{"role": "user", "content": "q"}]
+    assert tokenizer.decode(prompt_ids(tokenizer, message, tiny_config(thinking=False))) == "q|none"
+    assert tokenizer.decode(prompt_ids(tokenizer, message, tiny_config(thinking=None))) == "q"
+
+
+def test_every_target_yaml_has_taps_that_its_layers_allow():
+    for path in (CONF / "target").glob("*.yaml"):
+        config = build(option("target", path.stem), TargetConfig, "target")
+        layers = config.config["num_hidden_layers"]
+        for taps in config.taps.values():
+            assert max(taps) < layers - 1 and sorted(taps) == taps, path.stem
+        assert config.mask_token_id < config.config["vocab_size"] and set(config.taps) == {"block", "chain"}
+
+
+def test_last_layer_is_refused_as_a_tap(tiny_target):
+    with pytest.raises(ValueError, match="after the final norm"):
+        require_taps([4], tiny_target.spec)
+    with pytest.raises(ValueError, match="no such layer"):
+        tiny_target.read(torch.tensor([[5]]), taps=[7])
+
+
+def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
+    tokens = torch.arange(60, 72)[None]
+    output = tiny_target.read(tokens, taps=[0, 3])
+    hidden = tiny_target.model(input_ids=tokens, output_hidden_states=True).hidden_states
+    assert torch.equal(output.features, torch.cat([hidden[1], hidden[4]], dim=-1))
+    assert torch.equal(output.last_hidden, hidden[-1])
+
+
+def test_batched_answers_do_not_depend_on_the_batch(tiny_target):
+    """Noise belongs to the prompt: alone or padded in a batch, the sampled answer is the same."""
+    prompts, names = [[60, 61, 62], [70] * 9, [80, 90]], ["a", "b", "c"]
+    sampling = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
+    together = respond(tiny_target, prompts, names, sampling, max_new_tokens=12, seed=3)
+    for prompt, name, answer in zip(prompts, names, together, strict=True):
+        assert respond(tiny_target, [prompt], [name], sampling, max_new_tokens=12, seed=3) == [answer]
+    assert together != respond(tiny_target, prompts, names, sampling, max_new_tokens=12, seed=4)
+
+
+def test_batched_greedy_answers_equal_plain_decoding(tiny_target):
+    spec = tiny_target.spec
+    prompts = [[60, 61, 62], [70] * 9, [80, 90]]
+    plain = [decode_plain(tiny_target, prompt, max_new_tokens=10) for prompt in prompts]
+    assert respond(tiny_target, prompts, ["a", "b", "c"], SamplingConfig(), max_new_tokens=10, seed=0) == plain
+    tiny_target.spec = replace(spec, stop_ids=(plain[0][3],))  # now sequences end at different times
+    try:
+        cut = [decode_plain(tiny_target, prompt, max_new_tokens=10) for prompt in prompts]
+        assert respond(tiny_target, prompts, ["a", "b", "c"], SamplingConfig(), max_new_tokens=10, seed=0) == cut
+        assert len(cut[0]) <= 4
+    finally:
+        tiny_target.spec = spec
+
+
+def test_sampling_follows_the_truncated_distribution():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)).expand(20_000, -1)
+    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = choose(logits, uniform, SamplingConfig(temperature=1.0, top_p=0.8, top_k=3))
+    shares = torch.bincount(drawn, minlength=4) / 20_000
+    torch.testing.assert_close(shares, torch.tensor([0.625, 0.375, 0.0, 0.0]), atol=0.015, rtol=0)
+    assert torch.equal(noise_of("x", 0, 5), noise_of("x", 0, 9)[:5])
+
+
+def samples(count=5):
+    generator = torch.Generator().manual_seed(0)
+    return [Sample(f"s{n}", torch.arange(n + 3), torch.arange(n + 3) > 1, torch.randn(n + 3, 6, generator=generator), torch.randn(n + 3, 2, generator=generator))
+            for n in range(count)]
+
+
+@pytest.fixture
+def store(tmp_path):
+    every = samples()
+    shards = plan_shards([(s.id, len(s.tokens)) for s in every], row_bytes=10, shard_bytes=100)
+    assert len(shards) > 1
+    for number, shard in enumerate(shards):
+        write_shard(tmp_path, number, [next(s for s in every if s.id == place.id) for place in shard])
+    return tmp_path, index_of(tmp_path, shards), every
+
+
+def test_store_returns_what_was_written(store):
+    folder, facts, every = store
+    reader = FeatureStore(folder, facts, max_length=5)
+    for number, sample in enumerate(every):
+        got = reader[number]
+        assert got.id == sample.id and reader.length(number) == min(5, len(sample.tokens))
+        for name in ("tokens", "loss_mask", "features", "last_hidden"):
+            assert torch.equal(getattr(got, name), getattr(sample, name)[:5])
+
+
+def test_truncated_shard_is_refused(store):
+    folder, facts, _ = store
+    file = shard_file(folder, 1)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="truncated or missing"):
+        FeatureStore(folder, facts, max_length=99)
+
+
+def test_nan_features_are_refused_at_writing_and_reading(store):
+    folder, facts, every = store
+    bad = Sample("bad", every[0].tokens, every[0].loss_mask, every[0].features * float("nan"), every[0].last_hidden)
+    with pytest.raises(ValueError, match="sample bad"):
+        write_shard(folder, 0, [bad])
+    tensors = load_file(shard_file(folder, 0))
+    tensors["features"][2] = float("nan")  # poisoned on disk, the size unchanged
+    save_file(tensors, shard_file(folder, 0))
+    reader = FeatureStore(folder, facts, max_length=99)
+    with pytest.raises(ValueError, match="damaged"):
+        for number in range(len(reader)):
+            reader[number]
+
+
+def test_overwritten_header_is_refused(store):
+    folder, facts, _ = store
+    content = bytearray(shard_file(folder, 0).read_bytes())
+    content[100:200] = b"\xff" * 100
+    shard_file(folder, 0).write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        FeatureStore(folder, facts, max_length=99)[0]
+
+
+def test_artifact_exists_only_when_finished(tmp_path):
+    artifact = Artifact(tmp_path, {"a": 1})
+    write_atomic(artifact.begin() / "data", "x")
+    assert not artifact.complete
+    with pytest.raises(FileNotFoundError, match="run the phase"):
+        artifact.facts()
+    artifact.finish(count=3)
+    assert artifact.complete and artifact.facts()["count"] == 3 and artifact.key != Artifact(tmp_path, {"a": 2}).key
+
+
+def test_differing_settings_are_named(tmp_path):
+    with pytest.raises(ValueError, match="lr: found 1, wanted 2"):
+        require_same({"lr": 1, "same": [1]}, {"lr": 2, "same": (1,)}, tmp_path)

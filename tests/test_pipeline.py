@@ -1,0 +1,118 @@
+"""The command on the tiny target: every phase, killed and resumed, from an empty directory, and what W&B holds afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from wandb_reader import read_offline_run
+
+REPOSITORY = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny", "train.threads=1", "train.steps=6", "train.save_every=2", "train.batch_size=4",
+           "train.micro_batch_size=4"]
+
+
+def environment(root: Path) -> dict:
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"DLOOP_ROOT": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run(root: Path, *overrides: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *overrides], env=environment(root), cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run, started from an empty directory."""
+    root, cwd = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("empty")
+    result = run(root, cwd=cwd)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert not list(cwd.iterdir()), "the command left something in the user's directory"
+    return root, result
+
+
+def test_everything_is_written(finished):
+    root, result = finished
+    folder = root / "runs" / "dflash-tiny"
+    for name in ("config.yaml", "metrics.jsonl", "validation.jsonl", "drafter/config.json", "drafter/model.safetensors", "evaluation/settings.json",
+                 "evaluation/replay.json", "report.json", "report.html"):
+        assert (folder / name).is_file(), name
+    assert "trained + gate (DLoop)" in result.stdout + result.stderr
+    section = json.loads((folder / "drafter" / "config.json").read_text())["dloop"]
+    assert section["threshold"] == -0.5 and section["trained_depth_exposure"] == 3 and section["provenance"]["step"] == 6
+
+
+def test_a_second_run_skips(finished, tmp_path):
+    root, _ = finished
+    again = run(root, cwd=tmp_path)
+    assert again.returncode == 0
+    for phase in ("generate", "cache", "train", "export", "evaluate"):
+        assert f"{phase}: done before" in again.stderr
+
+
+def test_wandb_offline_run_holds_the_training(finished):
+    root, _ = finished
+    history, summary, config = read_offline_run(root / "runs" / "dflash-tiny")
+    losses = [row["train/loss"] for row in history if "train/loss" in row]
+    rows = [json.loads(line) for line in open(root / "runs" / "dflash-tiny" / "metrics.jsonl")]
+    assert losses == pytest.approx([row["loss"] for row in rows])
+    for name in ("train/lr", "train/grad_norm", "train/tokens_per_second", "train/weighted_loss_first", "train/weighted_loss_last", "validation/tau_s1",
+                 "validation/tau_gated"):
+        assert any(name in row for row in history), name
+    assert config["train"]["depth_exposure"] == 3
+
+
+def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
+    """Kill -9 the command and all its ranks as soon as a file that matches `sign` exists."""
+    for _ in range(1200):
+        if list(root.glob(sign)):
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+            return True
+        if started.poll() is not None:
+            return False
+        time.sleep(0.02)
+    raise AssertionError("the phase did not get that far")
+
+
+SIGNS = {"generate": "responses/*.partial/batches/000001.jsonl", "cache": "features/*.partial/shard-00001.safetensors", "train": "runs/*/checkpoints/last.json",
+         "evaluate": "runs/*/evaluation/rounds/*.jsonl"}
+
+
+def records(root: Path) -> dict:
+    """What must not depend on interruptions: responses, features' places, losses, and the rounds' accepted counts."""
+    folder = root / "runs" / "dflash-tiny"
+    rounds = {path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)] for path in sorted(folder.glob("evaluation/rounds/*.jsonl"))}
+    shards = [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))]
+    return {"responses": [path.read_text() for path in sorted(root.glob("responses/*/*.jsonl"))], "shards": shards, "rounds": rounds,
+            "losses": [(row["step"], row["loss"]) for row in map(json.loads, open(folder / "metrics.jsonl"))],
+            "weights": (folder / "drafter" / "model.safetensors").read_bytes()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", sorted(SIGNS))
+def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
+    """Kill -9 inside each phase, then the same command: same records, losses and accepted counts."""
+    small = ["cache.shard_bytes=8000"]
+    whole = tmp_path / "whole"
+    assert run(whole, *small, cwd=tmp_path).returncode == 0
+    root = tmp_path / "killed"
+    started = subprocess.Popen([*COMMAND, *small], env=environment(root), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    assert kill_when(root, started, SIGNS[phase]), f"the command ended before it could be killed in {phase}"
+    result = run(root, *small, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert records(root) == records(whole)
+
+
+def test_missing_choice_lists_the_options(tmp_path):
+    result = subprocess.run([sys.executable, "-m", "dloop_train", "+target=tiny"], env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode != 0 and "choose a drafter: +drafter=<dflash|eagle3>" in result.stderr
+
+
+def test_unknown_field_lists_the_known(tmp_path):
+    result = run(tmp_path, "train.stpes=3", cwd=tmp_path)
+    assert result.returncode != 0 and "stpes" in result.stderr and "fields of TrainConfig" in result.stderr and "Traceback" not in result.stderr

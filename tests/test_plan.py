@@ -1,0 +1,138 @@
+"""Laws of the dry run: it leaves no trace, touches no network, and its numbers are those of the artifacts and of the formulas."""
+
+import json
+import socket
+
+import huggingface_hub.constants
+import pytest
+from conftest import composed
+from safetensors.torch import load_file
+
+from dloop_train.checkpoints import zlab_dflash
+from dloop_train.phases import artifacts, cache, generate, plan
+from dloop_train.phases.plan import measure_rate  # before the fixture replaces it
+from dloop_train.training.unroll import Terms
+
+TINY = ("+target=tiny", "prompts.limit=6", "generate.max_new_tokens=12", "generate.greedy_prompts=1", "generate.greedy_max_new_tokens=4")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """An empty hub cache, and an error for whoever opens a connection."""
+    def refuse(*_, **__):
+        raise AssertionError("a dry run must not reach the network")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(plan, "measure_rate", lambda dtype: 1e12)
+
+
+def planned(tmp_path, *overrides: str):
+    config = composed(f"root={tmp_path / 'root'}", *overrides)
+    return config, plan.estimate(config)
+
+
+@pytest.mark.parametrize("choices", [("dflash", "tiny"), ("eagle3", "tiny"), ("dflash", "qwen3_8b"), ("eagle3", "qwen3_4b"),
+                                     ("eagle3", "llama31_8b"), ("dflash", "smollm2_135m")])
+def test_a_dry_run_prints_the_keys_and_leaves_no_trace(choices, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
+    config = composed(f"root={tmp_path / 'root'}", f"+drafter={choices[0]}", f"+target={choices[1]}")
+    plan.run(config)
+    printed = capsys.readouterr().out
+    for name, artifact in (("generate", artifacts.responses(config)), ("cache", artifacts.features(config))):
+        assert [name, "absent", "runs", artifact.key, str(artifact.folder)] in [line.split() for line in printed.splitlines()]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_prompt_set_is_not_counted_by_downloading(tmp_path):
+    config, estimated = planned(tmp_path, "+drafter=dflash", "+target=qwen3_8b")
+    assert estimated.prompts == "unknown until downloaded, about 1.4 M"
+    assert not estimated.fits and "WARNING: the feature store does not fit" in plan.as_text(config, estimated)
+    assert estimated.drafter is None and "unknown until z-lab/Qwen3-8B-DFlash-b16" in plan.as_text(config, estimated)
+    _, limited = planned(tmp_path, "+drafter=dflash", "+target=qwen3_8b", "++prompts.limit=50")
+    assert limited.counts.samples == 50 and limited.steps == 7 and not limited.counts.measured
+
+
+@pytest.mark.parametrize("name, parameters", [("qwen3_4b", 4_022_468_096), ("qwen3_8b", 8_190_735_360), ("llama31_8b", 8_030_261_248),
+                                              ("smollm2_135m", 134_515_008)])
+def test_sizes_in_the_yaml_are_the_models(name, parameters, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
+    assert planned(tmp_path, "+drafter=eagle3", f"+target={name}")[1].target_parameters == parameters
+
+
+def test_bytes_of_a_store_are_exact(tmp_path):
+    config, before = planned(tmp_path, "+drafter=dflash", *TINY)
+    generate.run(config)
+    artifacts.features(config).begin()
+    assert [line.state for line in plan.phase_lines(config)[:3]] == ["complete", "partial", "absent"]
+    cache.run(config)
+    after = plan.estimate(config)
+    tensors = [tensor for file in artifacts.features(config).folder.glob("*.safetensors") for tensor in load_file(file).values()]
+    assert after.counts.measured and after.store_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert after.store_bytes <= before.store_bytes and after.present_bytes >= after.store_bytes
+    assert after.counts.samples == artifacts.responses(config).facts()["prompts"] == 6 and after.steps == 1
+    assert [line.action for line in after.phases] == ["skipped", "skipped", "runs", "runs", "runs", "runs"]
+
+
+def test_target_flops_by_hand(tmp_path):
+    """Tiny: 5 layers of D = 32, 4 heads and 2 groups of 8, a gated MLP of 64; V = 260."""
+    layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
+    _, estimated = planned(tmp_path, "+drafter=dflash", *TINY)
+    assert estimated.generate_flops == 2 * 5 * layer * 6 * (512 + 12) + 2 * 32 * 260 * 6 * 12
+    assert estimated.cache_flops == 2 * 5 * layer * 6 * (512 + 12)
+
+
+@pytest.mark.parametrize("exposure, stages, logit_passes", [(3, 3.0, 2.0), (1, 2.0, 2.0), (0, 1.0, 1.0)])
+def test_block_step_flops_by_hand(exposure, stages, logit_passes, tmp_path):
+    """Two layers, four slots, three taps: 3 x (context of 524 tokens + 8 origins) x 8 sequences."""
+    projections, mlp, fuse = 32 * 32 + 2 * 32 * 16 + 32 * 32, 3 * 32 * 64, 3 * 32 * 32
+    _, estimated = planned(tmp_path, "+drafter=dflash", *TINY, f"train.depth_exposure={exposure}")
+    context = 524 * 2 * (fuse + 2 * 2 * 32 * 16)
+    branch = stages * 4 * 2 * 2 * (projections + mlp) + logit_passes * 4 * 2 * 32 * 260
+    assert (estimated.stages, estimated.logit_passes) == (stages, logit_passes)
+    assert estimated.drafter.step_flops == 3 * 8 * (context + 8 * branch)
+
+
+def test_chain_step_flops_by_hand(tmp_path):
+    """One layer over [embedding, hidden], three passes a stage, a draft vocabulary of 200."""
+    layer, fuse = 64 * 32 + 2 * 64 * 16 + 32 * 32 + 3 * 32 * 64, 3 * 32 * 32
+    _, estimated = planned(tmp_path, "+drafter=eagle3", *TINY)
+    branch = 3.0 * 3 * 2 * layer + 2 * 3 * 2 * 32 * 200
+    assert estimated.drafter.step_flops == 3 * 8 * (524 * 2 * (fuse + 2 * 64 * 16) + 8 * branch)
+
+
+def test_passes_of_the_other_loss_placements():
+    assert plan.mean_logit_passes(Terms(3, "last")) == 1 and plan.mean_logit_passes(Terms(3, "all")) == plan.mean_stages(Terms(3, "all")) == 3
+
+
+def test_zero_shares_out_what_its_stage_says():
+    """Per parameter: 2 bytes of weight, 2 of gradient, 4 + 8 of master weight and moments."""
+    totals = [sum(plan.state_bytes(1000, precision="bfloat16", stage=stage, offload=False, ranks=4).values()) for stage in range(4)]
+    assert totals == [16_000, 7_000, 5_500, 4_000]
+    assert plan.state_bytes(1000, precision="float32", stage=0, offload=True, ranks=4) == {"weights": 4000, "gradients": 4000, "optimiser (on the host)": 8000}
+
+
+def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
+    fill_in = ("+drafter=dflash", "+target=tiny", "drafter.alignment=fill_in", "drafter.layers=1")
+    config, _ = planned(tmp_path, *fill_in)
+    model = plan.target_on_meta(config.target)
+    shape = config.drafter.shape(plan.spec_of(config.target, model.config), artifacts.taps(config))
+    (tmp_path / "released").mkdir()
+    (tmp_path / "released" / "config.json").write_text(json.dumps(zlab_dflash.write_config(shape)))
+    _, scratch = planned(tmp_path, *fill_in)
+    _, released = planned(tmp_path, *fill_in, f"++drafter.init={tmp_path / 'released'}")
+    assert released.drafter == scratch.drafter
+
+
+def test_what_would_stop_the_run_is_said(tmp_path):
+    config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, "++train.processes=3")
+    assert any("cannot be shared by 3 ranks" in warning for warning in estimated.warnings)
+    folder = artifacts.run_folder(config)
+    folder.mkdir(parents=True)
+    (folder / "training.json").write_text(json.dumps({"features": "another"}))
+    assert any("features: found 'another'" in warning for warning in plan.estimate(config).warnings)
+
+
+def test_the_rate_is_measured():
+    assert 1e8 < measure_rate("float32", seconds=0.05) < 1e17

@@ -1,0 +1,38 @@
+"""The ten lines a user copies: load an export and stream the target's own answer."""
+
+import pytest
+import torch
+from conftest import make_drafter, tiny_config
+
+import dloop_train
+from dloop_train.checkpoints.files import save_drafter
+from dloop_train.data.chat import prompt_ids
+from dloop_train.targets.responders import decode_plain
+from dloop_train.targets.sources import load_target
+
+
+def exported(variant, target, folder, **section):
+    drafter = make_drafter(variant, target)
+    save_drafter(drafter, folder, section={"threshold": -0.5, "tokens_per_stage": drafter.k, "max_stages": 4, **section}, target=target.spec, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("variant", ["dflash-shifted", "dflash-fill_in", "eagle3-reduced", "eagle3-deepspec"])
+def test_stream_equals_plain_decoding(variant, tiny_target, tmp_path):
+    exported(variant, tiny_target, tmp_path)
+    model = dloop_train.load(tmp_path, "tiny", device="cpu")
+    assert model.gate.threshold == -0.5 and model.drafter.k == make_drafter(variant, tiny_target).k
+    target, config = load_target(tiny_config(), device="cpu"), tiny_config()
+    ids = prompt_ids(target.tokenizer, [{"role": "user", "content": "hello"}], config)
+    plain = decode_plain(target, ids, max_new_tokens=20)
+    assert list(model.tokens(ids, max_new_tokens=20)) == plain
+    text = target.tokenizer.decode(plain, skip_special_tokens=True)
+    assert text.startswith("".join(model.generate("hello", max_new_tokens=20)).rstrip("\ufffd"))
+
+
+def test_a_drafter_without_dloop_section_needs_a_threshold(tiny_target, tmp_path):
+    exported("dflash-shifted", tiny_target, tmp_path)
+    config = (tmp_path / "config.json").read_text().replace('"dloop"', '"other"')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="not loop-aware"):
+        dloop_train.load(tmp_path, "tiny", device="cpu")
+    assert dloop_train.load(tmp_path, "tiny", device="cpu", threshold=-1.0).gate.threshold == -1.0

@@ -117,7 +117,7 @@ class TrainConfig:
     beta2: float = 0.999
     max_length: int = 4096
     """Samples are cut on the right to this many tokens."""
-    loss_rows: int = 4096
+    loss_rows: int = 1024
     """Most [rows, V] logits alive at once; the rest is recomputed in chunks."""
     seed: int = 0
     save_every: int = 200

@@ -38,7 +38,7 @@ if [[ -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
 else
     cd "$root"
     pip=("$python" -m pip install --quiet --disable-pip-version-check)
-    echo "install: 1/3 torch (PyPI's Linux build brings CUDA, several GB; README.md says how to get the CPU build)"
+    echo "install: 1/3 torch (the default Linux build brings CUDA, several GB; a CPU build that is there already is kept)"
     "${pip[@]}" -c constraints.txt torch
     echo "install: 2/3 dloop_train and what it needs"
     "${pip[@]}" -c constraints.txt -e ".[test]"

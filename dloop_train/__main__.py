@@ -41,7 +41,7 @@ def compose_and_run(tree: DictConfig) -> None:
             return
         write_atomic(run_config(config), OmegaConf.to_yaml(tree, resolve=True))
         run_phases(config)
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"dloop_train: {error}")
 
 

@@ -160,8 +160,6 @@ class EvaluateConfig:
     prompts: int = 40
     """Test prompts, spread over the categories."""
     max_new_tokens: int = 96
-    max_stages: int = 16
-    """Safety cap of a round."""
     replay_stages: int = 5
     """Stages that replay drafts from every position."""
     thresholds: list[float] = field(default_factory=lambda: [-0.25, -0.5, -0.75, -1.0])

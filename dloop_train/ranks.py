@@ -1,6 +1,7 @@
 """Ranks: who am I, how many are we, sums over all, and printing once."""
 
 import os
+import resource
 import sys
 
 import torch
@@ -26,6 +27,13 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 def barrier() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def peak_memory() -> float:
+    """Most memory this process has held, in GB: the accelerator's where there is one, else resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def say(text: str) -> None:

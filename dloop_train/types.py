@@ -64,7 +64,6 @@ class DraftState:
     origin: Tensor  # [B, N] position of the anchor of the first stage
     position: Tensor  # [B, N] position of the anchor of the next stage
     hidden: Tensor | None  # [B, N, W, D] hidden states of the last stage; for a chain before its first stage the projected features
-    before_last: Tensor | None = None  # [B, D] chains: projected feature of the newest context row
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ def main() -> None:
     path, phase = sys.argv[1:]
     try:
         importlib.import_module(f"dloop_train.phases.{phase}").rank_main(from_hydra(OmegaConf.load(path)))
-    except (ValueError, FileNotFoundError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"dloop_train: {phase}: {error}")
 
 

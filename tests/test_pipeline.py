@@ -64,6 +64,8 @@ def test_wandb_offline_run_holds_the_training(finished):
                  "validation/tau_gated"):
         assert any(name in row for row in history), name
     assert config["train"]["depth_exposure"] == 3
+    table = json.loads((root / "runs" / "dflash-tiny" / "report.json").read_text())["settings"]
+    assert {one["label"]: summary[f"evaluation/{one['label']}/tau"] for one in table} == {one["label"]: one["tau"]["value"] for one in table}
 
 
 def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:

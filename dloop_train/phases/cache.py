@@ -33,9 +33,13 @@ def run(config: Config) -> None:
     with tqdm(total=sum(length for _, length in lengths), unit="token", unit_scale=True, desc="cache") as bar:
         for number, shard in enumerate(shards):
             if number in missing:
-                write_shard(folder, number, [sample for batch in batches([by_id[place.id] for place in shard], config.cache.batch_tokens)
-                                             for sample in read_samples(target, batch, taps, config)])
-            bar.update(sum(place.length for place in shard))
+                read = {}
+                for batch in batches([by_id[place.id] for place in shard], config.cache.batch_tokens):
+                    read |= {sample.id: sample for sample in read_samples(target, batch, taps, config)}
+                    bar.update(sum(len(read[response.id].tokens) for response in batch))
+                write_shard(folder, number, [read[place.id] for place in shard])
+            else:
+                bar.update(sum(place.length for place in shard))
     artifact.finish(tokens=sum(length for _, length in lengths), **index_of(folder, shards))
     say(f"cache: {artifact.folder}")
 
@@ -46,16 +50,17 @@ def row_bytes(hidden_size: int, num_taps: int, dtype: str) -> int:
 
 
 def batches(responses: list[Response], batch_tokens: int) -> list[list[Response]]:
-    """Neighbours in order, padded size within `batch_tokens`."""
-    grouped: list[list[Response]] = []
-    for response in responses:
-        length = len(response.prompt_ids) + len(response.response_ids)
-        longest = max([length, *(len(r.prompt_ids) + len(r.response_ids) for r in grouped[-1])]) if grouped else length
-        if grouped and longest * (len(grouped[-1]) + 1) <= batch_tokens:
-            grouped[-1].append(response)
-        else:
-            grouped.append([response])
-    return grouped
+    """Batches of like length, padded size within `batch_tokens`."""
+    grouped: list[list[Response]] = [[]]
+    for response in sorted(responses, key=lambda r: (length_of(r), r.id)):
+        if grouped[-1] and length_of(response) * (len(grouped[-1]) + 1) > batch_tokens:
+            grouped.append([])
+        grouped[-1].append(response)
+    return [batch for batch in grouped if batch]
+
+
+def length_of(response: Response) -> int:
+    return len(response.prompt_ids) + len(response.response_ids)
 
 
 def read_samples(target: Target, batch: list[Response], taps: list[int], config: Config) -> list[Sample]:

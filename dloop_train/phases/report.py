@@ -18,6 +18,7 @@ from dloop_train.decoding.statistics import Estimate
 from dloop_train.phases import artifacts, figures
 from dloop_train.ranks import say
 from dloop_train.runs import read_jsonl, write_atomic
+from dloop_train.training.metrics import log_table
 
 PACKAGES = ("dloop_train", "torch", "transformers", "deepspeed", "numpy")
 CALIBRATED_STAGES = 3
@@ -72,11 +73,21 @@ def run(config: Config) -> None:
     folder = artifacts.run_folder(config)
     results = read_results(folder)
     report = summarise(config, results)
-    write_atomic(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False))
+    text, path = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), folder / "report.json"
+    changed = not path.is_file() or path.read_text(encoding="utf-8") != text
+    write_atomic(path, text)
     write_atomic(folder / "report.html", page(report, exhibits(results, report)))
+    if changed:
+        log_table(folder, config.wandb, name=config.name, rows=table_rows(report), summary=wandb_summary(report))
     print(table(table_rows(report)))
     print(headline(report))
     say(f"report: {folder / 'report.html'}")
+
+
+def wandb_summary(report: dict) -> dict[str, float]:
+    """The table's numbers and the gate's, by setting."""
+    return {f"{one['label']}/{name}": value for one in report["settings"]
+            for name, value in (("tau", one["tau"]["value"]), ("speedup", one["speedup"]["value"]), ("stages per round", one["stages_per_round"]))}
 
 
 # Reading

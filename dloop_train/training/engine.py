@@ -17,7 +17,7 @@ from dloop_train.config import DeepSpeedConfig, TrainConfig, check
 from dloop_train.data.batches import TextBatch, collate, micro_batches, plan_epoch
 from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
-from dloop_train.ranks import barrier, rank, say, sum_over_ranks, world_size
+from dloop_train.ranks import barrier, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import write_atomic
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, reduce_sums
@@ -106,7 +106,7 @@ class Trainer:
                 bar.update()
                 bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
                 if self.step % self.settings.log_every == 0 or self.step in (1, total):
-                    self.log.write(self.step, metrics | {"tokens_per_second": seen / elapsed, "wait": prepared.wait})
+                    self.log.write(self.step, metrics | {"tokens_per_second": seen / elapsed, "wait": prepared.wait, "memory_gb": peak_memory()})
                 due = self.settings.validate_every and self.step % self.settings.validate_every == 0
                 if validate is not None and (due or self.step == total):
                     self.validate(validate)

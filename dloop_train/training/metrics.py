@@ -56,6 +56,17 @@ class MetricLog:
             self.run.finish()
 
 
+def log_table(folder: Path, settings: LogConfig, *, name: str, rows: list[dict[str, str]], summary: dict[str, float]) -> None:
+    """The final table of a run, and its numbers as the run's summary."""
+    run = start_wandb(folder, settings, name=name, config={})
+    if run is None:
+        return
+    import wandb
+    run.log({"evaluation/table": wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
+    run.summary.update({f"evaluation/{key}": value for key, value in summary.items()})
+    run.finish()
+
+
 def flat(row: dict) -> dict[str, float]:
     """Vectors become one number a slot."""
     numbers = {}

@@ -1,6 +1,6 @@
 """Turn a trained run into a starter: its export without the target's own rows, and where it came from.
 
-    python -m dloop_train +drafter=dflash +target=smollm2_135m +experiment=starter
+    python -m dloop_train +experiment=starter drafter=dflash
     python data/make_starter.py artifacts/runs/starter-dflash data/starters/dflash_smollm2_135m
 """
 
@@ -29,7 +29,7 @@ def main(run: Path, out: Path) -> None:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
     composed = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    provenance = {"command": f"python -m dloop_train +drafter={layout_of(config, run).FAMILY} +target=smollm2_135m +experiment=starter", "bytes": size,
+    provenance = {"command": f"python -m dloop_train +experiment=starter drafter={layout_of(config, run).FAMILY}", "bytes": size,
                   "settings": {key: composed[key] for key in ("drafter", "train", "generate", "prompts")},
                   "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
                   "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}

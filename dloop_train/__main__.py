@@ -28,7 +28,7 @@ def main() -> None:
 
 def as_set_or_add(argument: str) -> str:
     """`train.lr=1` sets the field whether or not a YAML names it; the dataclasses refuse unknown fields with a better message."""
-    return f"++{argument}" if re.match(r"[a-z_]+\.[A-Za-z_.]+=", argument) and not argument.startswith("hydra.") else argument
+    return f"++{argument}" if re.match(r"[a-z_]+\.[A-Za-z0-9_.]+=", argument) and not argument.startswith("hydra.") else argument
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")

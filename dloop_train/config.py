@@ -103,9 +103,9 @@ class TrainConfig:
     steps: int = 0
     """Optimiser steps; 0 means `epochs` passes over the data."""
     epochs: float = 1.0
-    batch_size: int = 8
+    batch_size: int = 32
     """Sequences per optimiser step, over all ranks and micro-batches."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = 1
     """Sequences per forward on one rank."""
     origins: int = 32
     """Origins drawn per sequence (fewer where the response is short)."""

@@ -47,7 +47,7 @@ def load(folder: str | Path, target: str | TargetConfig, *, device: str | None =
     config = build(option("target", target), TargetConfig, "target") if isinstance(target, str) else target
     model = load_target(config, dtype=dtype, device=device)
     section = read_config(folder).get("dloop")
-    check(section is not None or threshold is not None, f"{folder}/config.json has no dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
+    check(threshold is not None or (section or {}).get("threshold") is not None, f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
     section = section or {}
     drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype)).to(model.device).eval()
     gate = DLoop(threshold=section["threshold"] if threshold is None else threshold, max_stages=section.get("max_stages", 16))
@@ -59,7 +59,7 @@ def settings_for(folder: Path, section: dict) -> DrafterConfig:
     family = layout_of(read_config(folder), folder).FAMILY
     values, shape = option("drafter", family), read_shape(folder)
     if hasattr(shape, "alignment"):
-        values["alignment"] = shape.alignment
+        values |= {"alignment": shape.alignment, "state": shape.state, "slot": shape.slot}
     elif "tokens_per_stage" in section:
         values["tokens_per_stage"] = section["tokens_per_stage"]
     return build(values, DrafterConfig, "drafter")

@@ -51,7 +51,7 @@ def test_a_hub_prompt_set_is_not_counted_by_downloading(tmp_path):
     assert not estimated.fits and "WARNING: the feature store does not fit" in plan.as_text(config, estimated)
     assert estimated.drafter is None and "unknown until z-lab/Qwen3-8B-DFlash-b16" in plan.as_text(config, estimated)
     _, limited = planned(tmp_path, "+drafter=dflash", "+target=qwen3_8b", "++prompts.limit=50")
-    assert limited.counts.samples == 50 and limited.steps == 7 and not limited.counts.measured
+    assert limited.counts.samples == 50 and limited.steps == 2 and not limited.counts.measured
 
 
 @pytest.mark.parametrize("name, parameters", [("qwen3_4b", 4_022_468_096), ("qwen3_8b", 8_190_735_360), ("llama31_8b", 8_030_261_248),

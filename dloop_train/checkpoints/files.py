@@ -1,8 +1,11 @@
 """Drafter checkpoints: find the public layout of a folder, load it strictly, write it, and check what was written."""
 
+import hashlib
 import importlib
 import json
 import pkgutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -63,12 +66,22 @@ def load_safely(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again") from error
 
 
+def weights_digest(folder: Path) -> str:
+    """A hash of a checkpoint's config and weights."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def read_shape(folder: Path, config: dict | None = None) -> DrafterShape:
     config = config or read_config(folder)
     return layout_of(config, folder).read_shape(config)
 
 
-def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None, *, dtype: torch.dtype = torch.float32) -> Drafter:
+def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None, *, dtype: torch.dtype = torch.float32,
+                 taps: Sequence[int] = ()) -> Drafter:
     """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it."""
     config = read_config(folder)
     layout = layout_of(config, folder)
@@ -76,6 +89,9 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
           f"choose +drafter={layout.FAMILY} or another init")
     shape = layout.read_shape(config)
     require_alignment(shape, settings, folder)
+    shape = looped_as(shape, settings, config, folder)
+    if not shape.taps and taps:
+        shape = replace(shape, taps=tuple(taps))
     tensors = {name.removeprefix("_orig_mod.").removeprefix("model."): tensor for name, tensor in read_tensors(folder).items()}
     own = layout.from_public(tensors)
     copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
@@ -87,6 +103,16 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
 def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path) -> None:
     wanted, found = getattr(settings, "alignment", None), getattr(shape, "alignment", None)
     check(wanted in (None, "", found), f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}")
+
+
+def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
+    """A released checkpoint is looped as the settings say; one that was trained loop-aware only as it was trained."""
+    if settings.kind != "block":
+        return shape
+    for name in ("state", "slot"):
+        found, wanted = config.get(SECTION, {}).get(name), getattr(settings, name)
+        check(found in (None, wanted), f"{folder} was trained with {name}={found}, drafter.{name} says {wanted}")
+    return replace(shape, state=settings.state, slot=settings.slot)
 
 
 def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:
@@ -154,8 +180,11 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
     if settings.init == "scratch":
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
-    require_fit(read_shape(folder), target, taps, folder)
-    return load_drafter(folder, settings, head, dtype=dtype)
+    shape = read_shape(folder)
+    if not shape.taps:  # the official EAGLE-3 files name none: the layout's defaults for a target of this depth
+        shape = replace(shape, taps=(1, target.num_layers // 2 - 1, target.num_layers - 4))
+    require_fit(shape, target, taps, folder)
+    return load_drafter(folder, settings, head, dtype=dtype, taps=taps)
 
 
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:

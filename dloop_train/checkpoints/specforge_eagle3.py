@@ -21,9 +21,7 @@ def read_shape(config: dict) -> Eagle3Shape:
     nested = config.get("eagle_config") or {}
     taps = config.get("target_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or [
         index - 1 for index in config.get("eagle_aux_hidden_state_layer_ids") or []]  # the top-level key counts layer inputs
-    # The public files often say nothing: then the layout's defaults hold, three taps that depend on the target's depth.
-    count = len(taps) or config.get("num_aux_hidden_states") or 3
-    return Eagle3Shape(format="specforge_eagle3", sizes=LayerSizes.of(config, head_norms=False), num_layers=1, taps=tuple(taps) or (-1,) * count,
+    return Eagle3Shape(format="specforge_eagle3", sizes=LayerSizes.of(config, head_norms=False), num_layers=1, taps=tuple(taps),
                        num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
                        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
                        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"], own_lm_head=True,

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from dloop_train.decoding.gates import Always, Never
+from dloop_train.decoding.gates import DLoop, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
@@ -20,6 +20,7 @@ class Costs:
 
     draft_first: float
     draft_more: float
+    """The gate's work included."""
     verify: dict[int, float]
     """By the number of tokens verified, the anchor included."""
     overhead: float
@@ -28,13 +29,7 @@ class Costs:
     """One token of plain decoding."""
 
     def verification(self, tokens: int) -> float:
-        """Interpolated between the measured lengths, extended by the last slope."""
-        known = sorted(self.verify)
-        low = max([n for n in known if n <= tokens][:-1] or [known[0]]) if tokens > known[-1] else max([n for n in known if n <= tokens] or [known[0]])
-        high = known[-1] if tokens > known[-1] else min(n for n in known if n >= tokens)
-        if high == low:
-            return self.verify[low]
-        return self.verify[low] + (self.verify[high] - self.verify[low]) * (tokens - low) / (high - low)
+        return verification_seconds(self.verify, tokens)
 
     def seconds(self, round: Round) -> float:
         return self.draft_first + (round.stages - 1) * self.draft_more + self.verification(round.drafted + 1) + self.overhead
@@ -46,12 +41,22 @@ class Costs:
         return asdict(self)
 
 
+def verification_seconds(measured: dict[int, float], tokens: int) -> float:
+    """Seconds of verifying so many tokens: interpolated between the measured lengths, extended by the outermost slopes."""
+    known = sorted(measured)
+    if len(known) == 1:
+        return measured[known[0]]
+    high = next((place for place in range(1, len(known)) if known[place] >= tokens), len(known) - 1)
+    low, high = known[high - 1], known[high]
+    return measured[low] + (measured[high] - measured[low]) * (tokens - low) / (high - low)
+
+
 def measure_costs(target: Target, drafter: Drafter, prompt: Sequence[int], *, stages: int, repeats: int = 7) -> Costs:
     """Median seconds of each part, measured on real rounds from one prompt."""
     length = 1 + stages * drafter.k * repeats
     rounds: list[Round] = []
     for depth in range(1, stages + 1):
-        gate = Always(max_stages=depth)
+        gate = DLoop(threshold=-1e9, max_stages=depth) if depth > 1 else Never()
         rounds += [emission.round for emission, _ in zip(decode(target, drafter, gate, prompt, max_new_tokens=length), range(repeats + 2), strict=False)][2:]
     plain = [emission.round for emission, _ in zip(decode(target, None, Never(), prompt, max_new_tokens=length), range(repeats + 2), strict=False)][2:]
 
@@ -61,14 +66,17 @@ def measure_costs(target: Target, drafter: Drafter, prompt: Sequence[int], *, st
     verify = {1 + depth * drafter.k: part("verify", [r for r in rounds if r.stages == depth]) for depth in range(1, stages + 1) if any(r.stages == depth for r in rounds)}
     verify[1] = part("verify", plain)
     deep = [r.seconds["draft_more"] / (r.stages - 1) for r in rounds if r.stages > 1]
-    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep or [0.0]), verify=verify,
-                 overhead=part("commit", rounds) + part("gate", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
+    gates = [r.seconds["gate"] / r.stages for r in rounds if r.stages > 1]
+    if not deep or len(verify) <= stages:
+        raise ValueError("costs could not be measured: the prompt's answer is too short for a round of every depth; evaluate longer responses")
+    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep) + median(gates), verify=verify,
+                 overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
 
 
 def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int]) -> float:
     """A few rounds that nobody counts; returns their seconds."""
     started = time.perf_counter()
-    for _ in decode(target, drafter, Never() if drafter is None else Always(max_stages=2), prompt, max_new_tokens=8):
+    for _ in decode(target, drafter, Never() if drafter is None else DLoop(threshold=-1e9, max_stages=2), prompt, max_new_tokens=8 if drafter is None else 1 + 4 * drafter.k):
         pass
     if torch.cuda.is_available():
         torch.cuda.synchronize()

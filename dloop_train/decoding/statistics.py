@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dloop_train.decoding.costs import verification_seconds
+
 Floats = NDArray[np.float64]
 
 
@@ -214,6 +216,5 @@ def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
 
 
 def verify_seconds(costs: dict, tokens: int) -> float:
-    """Seconds of verifying so many tokens: between measured lengths by a straight line, beyond them as the nearest."""
-    table = sorted((int(length), seconds) for length, seconds in costs["verify"].items())
-    return float(np.interp(tokens, [length for length, _ in table], [seconds for _, seconds in table]))
+    """Seconds of verifying so many tokens, from a row of costs.json."""
+    return verification_seconds({int(length): seconds for length, seconds in costs["verify"].items()}, tokens)

@@ -60,7 +60,7 @@ class Eagle3(ChainDrafter):
 
     def __init__(self, shape: Eagle3Shape, head: TargetHead | None, *, k: int, decay: float):
         super().__init__(shape, head, k=k, decay=decay)
-        sizes, taps = shape.sizes, len(shape.taps)
+        sizes, taps = shape.sizes, len(shape.taps) or 3  # files that name no taps have the layout's three
         self.fc = nn.Linear(taps * shape.target_hidden_size, sizes.hidden_size, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden_size, sizes.rms_norm_eps) for _ in range(taps)) if shape.fc_norm else None
         layer = DecoderLayer(sizes, 2 * sizes.hidden_size)
@@ -102,8 +102,6 @@ class Eagle3(ChainDrafter):
         kept = self.kept_ids()
         with torch.no_grad():
             target = self.head.logits(teacher.to(normed.dtype), kept)
-            # With a reduced vocabulary only positions whose label can be said at all are taught.
-            sayable = torch.ones_like(weights) if kept is None else self.t2d[tokens].to(weights)
             correct = self.token_ids(logits.argmax(-1)) == tokens
         losses = soft_cross_entropy(logits, target)
-        return (weights * sayable * losses).sum(), by_slot(correct, slots, self.k, losses)
+        return (weights * losses).sum(), by_slot(correct, slots, self.k, losses)

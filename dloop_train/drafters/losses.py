@@ -29,7 +29,7 @@ class _GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        return None, ctx.saved_tensors[0] * upstream.to(ctx.saved_tensors[0].dtype), None, *[None] * (len(ctx.needs_input_grad) - 3)
+        return None, (ctx.saved_tensors[0].to(upstream.dtype) * upstream).to(ctx.saved_tensors[0].dtype), None, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
 def over_rows(function: Callable, hidden: Tensor, others: tuple[Tensor, ...], chunk: int, *, frozen: bool) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,13 @@ def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights:
     weights = labels.mask * slot_weights.to(labels.mask)  # [B, N, k]
     slots = torch.arange(hidden.shape[2], device=hidden.device).expand(labels.mask.shape)
     picked = labels.mask > 0
-    if not picked.any():  # keep the graph whole: every rank runs every stage
-        zero = hidden.sum() * 0
-        return StageLoss(zero, weights.sum())
+    if not picked.any():  # one row of weight zero: every rank runs every parameter and reports every metric
+        picked[0, 0, 0] = True
     rows = (labels.tokens[picked], labels.teacher[picked], weights[picked], slots[picked])
     total, metrics = over_rows(function, hidden[picked], rows, max_rows, frozen=frozen)
     k = hidden.shape[2]
+    if not (labels.mask > 0).any():
+        metrics = metrics * 0
     return StageLoss(total, weights.sum(), {"accuracy": (metrics[:k], metrics[k:2 * k]), "loss": (metrics[2 * k], metrics[k:2 * k].sum())})
 
 

@@ -18,6 +18,8 @@ def target_settings(config: Config) -> dict:
 def responses(config: Config) -> Artifact:
     generate = asdict(config.generate)
     batch = {key: generate.pop(key) for key in ("batch_size",)}  # bf16 sums depend on who stands in a batch
+    if config.evaluate.dtype != config.target.dtype:
+        generate["greedy_dtype"] = config.evaluate.dtype
     return Artifact(config.root / "responses", {"target": target_settings(config), "prompts": config.prompts.settings(),
                                                 "sampling": asdict(config.target.sampling), **generate, **batch})
 

@@ -1,5 +1,7 @@
 """cache: responses -> the target's hidden states, in safetensors shards."""
 
+import json
+
 import torch
 from tqdm import tqdm
 
@@ -8,6 +10,7 @@ from dloop_train.data.responses import Response, read_responses
 from dloop_train.data.store import index_of, plan_shards, shard_file, write_shard
 from dloop_train.phases import artifacts
 from dloop_train.ranks import say
+from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_spec, load_target
 from dloop_train.targets.target import Target, require_taps
 from dloop_train.types import Sample
@@ -27,6 +30,10 @@ def run(config: Config) -> None:
     folder = artifact.begin()
     lengths = [(response.id, min(len(response.prompt_ids) + len(response.response_ids), config.train.max_length)) for response in responses]
     shards = plan_shards(lengths, row_bytes(spec.hidden_size, len(taps), config.cache.dtype), config.cache.shard_bytes)
+    plan, planned = folder / "plan.json", {"shard_bytes": config.cache.shard_bytes}
+    if plan.is_file():  # shards of another plan would be taken for this one's
+        require_same(json.loads(plan.read_text()), planned, plan)
+    write_atomic(plan, json.dumps(planned))
     by_id = {response.id: response for response in responses}
     missing = [number for number in range(len(shards)) if not shard_file(folder, number).is_file()]
     target = load_target(config.target) if missing else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dloop_train.checkpoints.files import load_drafter, locate_drafter
+from dloop_train.checkpoints.files import load_drafter, locate_drafter, weights_digest
 from dloop_train.config import Config, check
 from dloop_train.data.responses import Response, read_responses
 from dloop_train.decoding.costs import measure_costs, warm_up
@@ -53,7 +53,10 @@ def run(config: Config) -> None:
         return
     target = load_target(config.target, dtype=config.evaluate.dtype)
     drafters = {label: load_for(target, path, config) for label, path in folders.items()}
-    responses = read_responses(artifacts.responses(config).folder, "test")[:config.evaluate.prompts]
+    responses = read_responses(artifacts.responses(config).folder, "test")
+    if len(responses) < config.evaluate.prompts:
+        say(f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})")
+    responses = responses[:config.evaluate.prompts]
     check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")
     decode_live(config, folder, target, drafters, settings, responses)
     replay_settings(config, folder, target, drafters, responses)
@@ -80,19 +83,19 @@ def settings_of(config: Config, labels: list[str]) -> list[Setting]:
 def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path], settings: list[Setting]) -> None:
     """Start anew when what is evaluated has changed."""
     check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
-    weights = {label: [(path / "model.safetensors").stat().st_size, (path / "config.json").read_text()] for label, path in folders.items()}
-    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "responses": artifacts.responses(config).key,
+    weights = {label: weights_digest(path) for label, path in folders.items()}
+    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "drafter": asdict(config.drafter), "responses": artifacts.responses(config).key,
                                 "settings": [[s.label, repr(s.gate)] for s in settings]})}
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
         say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
-        for old in [*folder.glob("rounds/*.jsonl"), *folder.glob("*.json")]:
-            old.unlink()
+        for old in [folder / "settings.json", *folder.glob("rounds/*.jsonl")]:  # settings.json says "done", so it goes first
+            old.unlink(missing_ok=True)
     write_atomic(path, json.dumps(made_from))
 
 
 def load_for(target: Target, folder: Path, config: Config) -> Drafter:
-    drafter = load_drafter(folder, config.drafter, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype))
+    drafter = load_drafter(folder, config.drafter, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), taps=artifacts.taps(config))
     return drafter.to(target.device).eval()
 
 

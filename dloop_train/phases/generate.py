@@ -23,13 +23,14 @@ def run(config: Config) -> None:
         say(f"generate: done before, {artifact.folder}")
         return
     folder = artifact.begin()
-    target = load_target(config.target)
+    target = prepack(load_target(config.target))
     prompts = config.prompts.read()
     encoded = {prompt.id: prompt_ids(target.tokenizer, list(prompt.messages), config.target) for prompt in prompts}
     kept = [prompt for prompt in prompts if len(encoded[prompt.id]) <= config.generate.max_prompt_tokens]
     if len(kept) < len(prompts):
         say(f"generate: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than {config.generate.max_prompt_tokens} tokens and left out")
-    answer_training(config, prepack(load_target(config.target)), [p for p in kept if p.split == "train"], encoded, folder)
+    answer_training(config, target, [p for p in kept if p.split == "train"], encoded, folder)
+    target = load_target(config.target, dtype=config.evaluate.dtype)  # replay needs the text of the model that is evaluated
     for split in ("validation", "test"):
         answer_greedily(config, target, spread([p for p in kept if p.split == split], config.generate.greedy_prompts), encoded, folder / f"{split}.jsonl")
     rows = read_jsonl(folder / "train.jsonl")

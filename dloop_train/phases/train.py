@@ -105,6 +105,6 @@ def validation(config: Config):
         if not prompts:
             return {}
         if not held:
-            held.append(load_target(config.target, device=next(drafter.parameters()).device))
+            held.append(load_target(config.target, dtype=config.train.precision, device=next(drafter.parameters()).device))
         return summary_of_replay(held[0], drafter, prompts, artifacts.taps(config), gate=config.gate, max_stages=config.train.depth_exposure + 1)
     return validate

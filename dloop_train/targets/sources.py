@@ -116,7 +116,7 @@ def locate(config: TargetConfig) -> Path:
 def download(repository: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.jinja", "*.model", "*.txt"]))
     except Exception as error:  # whatever the hub's client raises, the user needs the way out
         raise ConnectionError(
             f"{repository}@{revision} could not be had from the hub ({type(error).__name__}: {str(error).splitlines()[0]}). "

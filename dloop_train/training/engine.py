@@ -107,11 +107,11 @@ class Trainer:
                 bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
                 if self.step % self.settings.log_every == 0 or self.step in (1, total):
                     self.log.write(self.step, metrics | {"tokens_per_second": seen / elapsed, "wait": prepared.wait, "memory_gb": peak_memory()})
+                if self.step % self.settings.save_every == 0 or self.step == total:
+                    self.save()
                 due = self.settings.validate_every and self.step % self.settings.validate_every == 0
                 if validate is not None and (due or self.step == total):
                     self.validate(validate)
-                if self.step % self.settings.save_every == 0 or self.step == total:
-                    self.save()
 
     def validate(self, validate: Callable[[int, Drafter], dict]) -> None:
         if rank() == 0:
@@ -149,8 +149,8 @@ class Trainer:
             self.engine.backward(result.loss * scale)
             self.engine.step()
             for name, (total, count) in result.sums.items():
-                old = sums.get(name, (0.0, 0.0))
-                sums[name] = (old[0] + total, old[1] + count)
+                old = sums.get(name)
+                sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
         means = reduce_sums(sums)
         shares = unroll.terms
         loss = sum(shares.share(term) * means.get(f"weighted_loss_{term}", 0.0) for term in ("first", "last"))
@@ -171,7 +171,8 @@ class Trainer:
         barrier()
         if rank() == 0:
             write_atomic(self.folder / POINTER, json.dumps({"tag": tag, "step": self.step, "world_size": world_size()}))
-            for old in sorted(self.folder.glob("step-*"))[:-self.settings.keep]:
+            earlier = [path for path in sorted(self.folder.glob("step-*")) if path.name != tag]
+            for old in earlier[:len(earlier) - self.settings.keep + 1]:
                 shutil.rmtree(old)
         barrier()
 

@@ -27,6 +27,8 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
                 elif name in ours and ours[name].shape[-1] == 2 * tensor.shape[-1]:
                     ours[name].zero_()
                     ours[name][:, tensor.shape[-1]:] = tensor
+            if hasattr(layer, "hidden_norm"):  # the hidden half reads what the target's layer would
+                layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
         drafter.norm.weight.copy_(model.backbone.norm.weight)
         width = drafter.fc.weight.shape[0]
         if drafter.shape.target_hidden_size == width:

@@ -16,7 +16,7 @@ def reduce_sums(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float | lis
     """Means over all ranks and micro-batches of named (sum, count) pairs; vectors stay vectors."""
     means = {}
     for name in sorted(sums):
-        total, count = (torch.as_tensor(part).detach().float().cpu() for part in sums[name])
+        total, count = (part.detach().float() for part in sums[name])
         both = sum_over_ranks(torch.stack([total, count.expand_as(total)]))
         mean = (both[0] / both[1].clamp(min=1e-9)).tolist()
         means[name] = mean

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dloop_train.data.batches import TextBatch
 from dloop_train.drafters.base import Drafter, take
 from dloop_train.training.anchors import Origins, at, labels_of, supervised
-from dloop_train.types import Context, Labels
+from dloop_train.types import KV, Context, DraftState, Labels
 
 TERMS = ("first", "last")
 
@@ -51,6 +51,12 @@ def masked(labels: Labels, branches: Tensor) -> Labels:
     return replace(labels, mask=labels.mask * branches[..., None])
 
 
+def detached(state: DraftState) -> DraftState:
+    """The same state without its graph: no gradient reaches the stages before."""
+    own = None if state.own is None else tuple(KV(kv.keys.detach(), kv.values.detach()) for kv in state.own)
+    return replace(state, hidden=state.hidden.detach(), own=own)
+
+
 class Unroll(nn.Module):
     """N + 1 stages on every rank in every step; branches whose depth is reached leave the computation."""
 
@@ -83,7 +89,7 @@ class Unroll(nn.Module):
             stage = drafter.stage(state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1))
             state = stage.state
             if self.detach:
-                state = replace(state, hidden=state.hidden.detach())
+                state = detached(state)
             term = self.terms.of_stage(number)
             if term is None:
                 loss = loss + stage.hidden.sum() * 0  # keep every parameter in the graph on every rank
@@ -93,6 +99,6 @@ class Unroll(nn.Module):
             loss = loss + self.terms.share(term) * part.sum / totals[TERMS.index(term)].clamp(min=1e-9).to(part.sum)
             for name, (total, count) in {"weighted_loss": (part.sum.detach().float(), part.weight.float()), **part.metrics}.items():
                 key = f"{name}_{term}"
-                old = sums.get(key, (0.0, 0.0))
-                sums[key] = (old[0] + total, old[1] + count)
+                old = sums.get(key)
+                sums[key] = (total, count) if old is None else (old[0] + total, old[1] + count)
         return UnrollResult(loss, sums)

@@ -3,38 +3,68 @@
 from collections import Counter
 
 import torch
+from torch import nn
 
 from dloop_train.config import TargetConfig
 from dloop_train.data.responses import Response
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.sources import load_target
+from dloop_train.targets.target import Target
 
 
 def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: list[Response]) -> None:
-    """Copy every layer tensor that has the target's shape; the last drafter layer takes the last target layer.
+    """Start every layer as one of the target's last ones, and the fused features as the output of the deepest tap.
 
-    A chain's projections read [embedding, hidden]: the hidden half takes the target's, the other half starts at zero. The
-    feature fusion starts as the mean of the taps.
+    What has the target's shape is copied. A chain's projections read [embedding, hidden]: the hidden half takes the target's, the
+    other starts at zero. Norms on queries and keys that the target lacks start at the mean size of its queries and keys.
     """
     model = load_target(target, dtype="float32", device="cpu")
     theirs = list(model.backbone.layers)[-len(drafter.layers):]
+    sizes = head_sizes(model, [response.prompt_ids + response.response_ids for response in responses[:4]])[-len(theirs):]
     with torch.no_grad():
-        for layer, source in zip(drafter.layers, theirs, strict=True):
-            ours = dict(layer.named_parameters())
-            for name, tensor in source.named_parameters():
-                if name in ours and ours[name].shape == tensor.shape:
-                    ours[name].copy_(tensor)
-                elif name in ours and ours[name].shape[-1] == 2 * tensor.shape[-1]:
-                    ours[name].zero_()
-                    ours[name][:, tensor.shape[-1]:] = tensor
-            if hasattr(layer, "hidden_norm"):  # the hidden half reads what the target's layer would
-                layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
+        for layer, source, (query, key) in zip(drafter.layers, theirs, sizes, strict=True):
+            copy_layer(layer, source)
+            if drafter.shape.sizes.head_norms and not hasattr(source.self_attn, "q_norm"):
+                layer.self_attn.q_norm.weight.fill_(query)
+                layer.self_attn.k_norm.weight.fill_(key)
+        if hasattr(drafter, "hidden_norm"):  # block drafters: one norm in front of every layer's context projections
+            drafter.hidden_norm.weight.copy_(theirs[0].input_layernorm.weight)
         drafter.norm.weight.copy_(model.backbone.norm.weight)
         width = drafter.fc.weight.shape[0]
         if drafter.shape.target_hidden_size == width:
-            drafter.fc.weight.copy_(torch.eye(width).repeat(1, len(drafter.shape.taps)) / len(drafter.shape.taps))
+            drafter.fc.weight.zero_()
+            drafter.fc.weight[:, -width:] = torch.eye(width)
         if hasattr(drafter, "keep_tokens"):
             initialise_vocabulary(drafter, model.lm_head.weight, responses)
+
+
+def copy_layer(layer: nn.Module, source: nn.Module) -> None:
+    ours = dict(layer.named_parameters())
+    for name, tensor in source.named_parameters():
+        if name in ours and ours[name].shape == tensor.shape:
+            ours[name].copy_(tensor)
+        elif name in ours and ours[name].shape[-1] == 2 * tensor.shape[-1]:
+            ours[name].zero_()
+            ours[name][:, tensor.shape[-1]:] = tensor
+    if hasattr(layer, "hidden_norm"):  # the hidden half reads what the target's layer would
+        layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
+
+
+def head_sizes(model: Target, texts: list[list[int]]) -> list[tuple[float, float]]:
+    """Root mean square of each layer's queries and keys on some texts."""
+    seen: list[list[float]] = []
+    handles = []
+    for layer in model.backbone.layers:
+        seen.append([0.0, 0.0])
+        for place, projection in enumerate((layer.self_attn.q_proj, layer.self_attn.k_proj)):
+            def record(module, args, output, row=seen[-1], place=place):
+                row[place] += float(output.pow(2).mean().sqrt()) / len(texts)
+            handles.append(projection.register_forward_hook(record))
+    for ids in texts:
+        model.read(torch.tensor([ids]))
+    for handle in handles:
+        handle.remove()
+    return [(query, key) for query, key in seen]
 
 
 def initialise_vocabulary(drafter, lm_head: torch.Tensor, responses: list[Response]) -> None:

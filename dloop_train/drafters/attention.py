@@ -13,8 +13,9 @@ def loop_attention(queries: Tensor, context: KV, own: KV, origin: Tensor, scale:
     A branch sees the context rows [B, T, G, E] strictly before its origin [B, N] (by position, counted from row 0) and all
     of its own rows [B, N, P, G, E]. The context is shared: it is never repeated per branch.
     """
-    if queries.shape[1] == 1 and queries.shape[0] == 1 and int(origin) >= context.keys.shape[1]:
-        return single_branch(queries, context, own, scale)
+    if queries.shape[:2] == (1, 1):
+        known = int(origin)
+        return single_branch(queries, KV(context.keys[:, :known], context.values[:, :known]), own, scale)
     batch, branches, slots, heads, size = queries.shape
     groups = context.keys.shape[2]
     # [B, G, N * (H/G) * Q, E]: the heads of a group and the branches share one product with the context
@@ -34,7 +35,7 @@ def loop_attention(queries: Tensor, context: KV, own: KV, origin: Tensor, scale:
 
 
 def single_branch(queries: Tensor, context: KV, own: KV, scale: float) -> Tensor:
-    """Decoding's case: one branch that sees the whole context."""
+    """Decoding's case: one branch, and a context that ends where it starts."""
     keys = torch.cat([context.keys, own.keys[:, 0]], dim=1).transpose(1, 2)
     values = torch.cat([context.values, own.values[:, 0]], dim=1).transpose(1, 2)
     mixed = F.scaled_dot_product_attention(queries[:, 0].transpose(1, 2), keys, values, scale=scale, enable_gqa=True)

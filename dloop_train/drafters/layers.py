@@ -32,7 +32,8 @@ class Rotary(nn.Module):
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [...] -> [..., E]"""
-        angles = positions[..., None].double() * self.frequencies.to(positions.device)
+        self.frequencies = self.frequencies.to(positions.device)  # moves once
+        angles = positions[..., None].double() * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import all_full_attention
+from dloop_train.checkpoints.parts import all_full_attention, qwen3_keys
 from dloop_train.drafters.base import LayerSizes
 from dloop_train.drafters.block import BlockShape
 
@@ -26,11 +26,8 @@ def read_shape(config: dict) -> BlockShape:
 
 
 def write_config(shape: BlockShape) -> dict:
-    return {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": shape.width, "target_layer_ids": list(shape.taps),
-            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "markov_rank": 0, "enable_confidence_head": False,
-            "num_target_layers": shape.num_target_layers, "num_hidden_layers": shape.num_layers, "vocab_size": shape.vocab_size,
-            "layer_types": ["full_attention"] * shape.num_layers, "sliding_window": None, "use_sliding_window": False,
-            "max_window_layers": shape.num_layers, "tie_word_embeddings": False, **shape.sizes.public()}
+    return {"architectures": ["Qwen3DSparkModel"], "block_size": shape.width, "target_layer_ids": list(shape.taps), "mask_token_id": shape.mask_token_id,
+            "num_anchors": shape.num_anchors, "markov_rank": 0, "enable_confidence_head": False, **qwen3_keys(shape)}
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

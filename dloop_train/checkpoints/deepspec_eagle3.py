@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import all_full_attention
+from dloop_train.checkpoints.parts import all_full_attention, qwen3_keys
 from dloop_train.config import check
 from dloop_train.drafters.base import LayerSizes
 from dloop_train.drafters.eagle3 import Eagle3Shape
@@ -26,10 +26,8 @@ def read_shape(config: dict) -> Eagle3Shape:
 
 
 def write_config(shape: Eagle3Shape) -> dict:
-    return {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": list(shape.taps), "ttt_length": shape.steps,
-            "step_loss_decay": 0.8, "draft_num_hidden_layers": 1, "num_target_layers": shape.num_target_layers, "num_hidden_layers": 1,
-            "vocab_size": shape.vocab_size, "layer_types": ["full_attention"], "sliding_window": None, "use_sliding_window": False,
-            "max_window_layers": 1, "tie_word_embeddings": False, **shape.sizes.public()}
+    return {"architectures": ["Qwen3Eagle3Model"], "target_layer_ids": list(shape.taps), "ttt_length": shape.steps, "step_loss_decay": 0.8,
+            "draft_num_hidden_layers": 1, **qwen3_keys(shape)}
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

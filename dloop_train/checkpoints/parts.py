@@ -14,3 +14,10 @@ def one_of(key: str, *places: dict):
 def all_full_attention(config: dict) -> None:
     kinds = set(config.get("layer_types") or ["full_attention"])
     check(kinds == {"full_attention"}, f"layer_types has {sorted(kinds)}; only full_attention layers are supported")
+
+
+def qwen3_keys(shape) -> dict:
+    """The config.json keys that all layouts with Qwen3 layers write, for drafters of full attention."""
+    return {"model_type": "qwen3", "num_target_layers": shape.num_target_layers, "num_hidden_layers": shape.num_layers, "vocab_size": shape.vocab_size,
+            "layer_types": ["full_attention"] * shape.num_layers, "sliding_window": None, "use_sliding_window": False,
+            "max_window_layers": shape.num_layers, "tie_word_embeddings": False, **shape.sizes.public()}

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import all_full_attention, one_of
+from dloop_train.checkpoints.parts import all_full_attention, one_of, qwen3_keys
 from dloop_train.drafters.base import LayerSizes
 from dloop_train.drafters.block import BlockShape
 
@@ -28,11 +28,8 @@ def read_shape(config: dict) -> BlockShape:
 
 
 def write_config(shape: BlockShape) -> dict:
-    return {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "model_type": "qwen3",
-            "block_size": shape.width, "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps)},
-            "num_target_layers": shape.num_target_layers, "num_hidden_layers": shape.num_layers, "vocab_size": shape.vocab_size,
-            "layer_types": ["full_attention"] * shape.num_layers, "sliding_window": None, "use_sliding_window": False,
-            "max_window_layers": shape.num_layers, "tie_word_embeddings": False, **shape.sizes.public()}
+    return {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": shape.width,
+            "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps)}, **qwen3_keys(shape)}
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -36,10 +36,6 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_tokenizer(config: TargetConfig):
-    return byte_tokenizer(config.stop_ids[0]) if config.source == "random" else AutoTokenizer.from_pretrained(locate(config))
-
-
 def load_spec(config: TargetConfig) -> TargetSpec:
     """The sizes of a target, without its weights."""
     model_config = random_config(config) if config.source == "random" else AutoConfig.from_pretrained(locate(config))

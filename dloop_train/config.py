@@ -242,7 +242,7 @@ def option(group: str, name: str) -> dict:
 
 def from_hydra(tree: DictConfig) -> Config:
     """The whole composed tree as one Config; unknown keys and wrong types fail here."""
-    values = {key: tree[key] for key in tree}
+    values = {key: tree[key] for key in tree if key != "pair"}  # only other YAMLs read a pair's values
     for key, kind in TYPED.items():
         values[key] = build(tree[key], kind, key)
     for key in PLUGINS:

@@ -60,6 +60,4 @@ def settings_for(folder: Path, section: dict) -> DrafterConfig:
     values, shape = option("drafter", family), read_shape(folder)
     if hasattr(shape, "alignment"):
         values |= {"alignment": shape.alignment, "state": shape.state, "slot": shape.slot}
-    elif "tokens_per_stage" in section:
-        values["tokens_per_stage"] = section["tokens_per_stage"]
-    return build(values, DrafterConfig, "drafter")
+    return build(values, DrafterConfig, "drafter").as_exported(section)

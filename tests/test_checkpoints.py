@@ -111,3 +111,39 @@ def test_llama3_rope_equals_transformers():
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=scaling | {"rope_theta": 500000.0})
     theirs = LlamaRotaryEmbedding(config).inv_freq
     torch.testing.assert_close(Rotary(128, 500000.0, scaling).frequencies.float(), theirs, rtol=1e-5, atol=0)
+
+
+def test_a_block_is_looped_with_the_width_that_the_settings_name(folder, tiny_target):
+    assert load(folder, tiny_target).k == 4
+    assert load(folder, tiny_target, DFlashConfig(alignment="shifted", width=7)).k == 7
+    assert DFlashConfig(alignment="shifted", width=7).as_exported({}).width == 0  # a table compares exports, each with its own k
+
+
+def test_own_states_of_a_loop_aware_export_are_fixed_and_of_a_base_trained_one_free(folder, tiny_target):
+    raw = DFlashConfig(alignment="shifted", state="raw")
+    change_config(folder, dloop={"trained_depth_exposure": 0, "state": "context_norm", "slot": "own"})
+    assert load(folder, tiny_target, raw).shape.state == "raw"
+    change_config(folder, dloop={"trained_depth_exposure": 3, "state": "context_norm", "slot": "own"})
+    with pytest.raises(ValueError, match="trained with state=context_norm, drafter.state says raw"):
+        load(folder, tiny_target, raw)
+
+
+def test_causal_blocks_are_refused(tiny_target, tmp_path):
+    save_drafter(make_drafter("dflash-fill_in", tiny_target), tmp_path, section={}, target=tiny_target.spec)
+    change_config(tmp_path, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal: true"):
+        load(tmp_path, tiny_target, DFlashConfig(alignment="fill_in"))
+
+
+def test_official_eagle3_files_may_leave_out_rope_theta_and_hold_empty_maps(tiny_target, tmp_path):
+    """The authors' config.json has no rope_theta (Llama's default is meant); maps of the whole vocabulary say nothing."""
+    settings = Eagle3Config(tokens_per_stage=3)
+    drafter = settings.build(settings.shape(tiny_target.spec, TAPS), TargetHead.of(tiny_target)).double()
+    save_drafter(drafter, tmp_path, section={}, target=tiny_target.spec, dtype=torch.float64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if not key.startswith("rope")} | {"draft_vocab_size": None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    change_tensors(tmp_path, lambda t: t.update(d2t=torch.zeros(260, dtype=torch.int64), t2d=torch.ones(260, dtype=torch.bool)))
+    again = load(tmp_path, tiny_target, settings)
+    assert again.shape.sizes.rope_theta == 10000.0 and again.d2t is None
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())

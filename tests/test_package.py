@@ -1,8 +1,11 @@
 """The package as a whole: every YAML builds, imports point down, the README names every file, no path of one machine."""
 
 import ast
+import os
 import re
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,15 @@ def test_yaml_builds_into_its_dataclass(file):
     else:
         assert group in ("pair", "experiment"), f"{group} is a group that config.py does not build"
     assert isinstance(from_hydra(tree), Config)
+
+
+def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
+    """The paper's -0.75 for this pair; a gate without threshold, and the user's own word, go before it."""
+    pair = ["+drafter=eagle3", "+target=qwen3_8b"]
+    assert from_hydra(composed(pair)).gate.threshold == -0.75
+    assert from_hydra(composed([*pair, "++gate.threshold=-1.0"])).gate.threshold == -1.0
+    assert from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b"])).gate.threshold == -0.5
+    assert type(from_hydra(composed([*pair, "gate=never"])).gate).__name__ == "Never"
 
 
 def test_every_group_has_options():
@@ -135,3 +147,22 @@ def test_no_file_holds_a_path_of_one_machine():
         if file.is_file() and machine.search(file.read_bytes()):
             found.append(name)
     assert not found, f"paths of one machine stand in {found}"
+
+
+def test_wheel_runs_in_an_empty_directory(tmp_path):
+    """conf/ and data/ travel inside the wheel: its files alone compose a run, and hold the starters and the prompts."""
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install dloop_train[test]")
+    built, empty = tmp_path / "built", tmp_path / "empty"
+    empty.mkdir()
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)], cwd=ROOT, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        wheel.extractall(tmp_path / "site")
+    alone = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "DLOOP_ROOT": str(tmp_path / "root")}
+    where = subprocess.run([sys.executable, "-c", "import dloop_train; print(dloop_train.__file__)"], cwd=empty, env=alone, capture_output=True, text=True, check=True)
+    assert Path(where.stdout.strip()).is_relative_to(tmp_path / "site")
+    command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=smollm2_135m", "dry_run=true"]
+    dry = subprocess.run(command, cwd=empty, env=alone, capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr[-2000:]
+    assert "responses/" in dry.stdout + dry.stderr and not list(empty.iterdir())
+    inside = tmp_path / "site" / "dloop_train" / "data_files"
+    assert (inside / "prompts" / "builtin.jsonl").is_file() and (inside / "starters" / "dflash_smollm2_135m" / "model.safetensors").is_file()

@@ -107,12 +107,11 @@ def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path
 
 def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
     """A released checkpoint is looped as the settings say; one that was trained loop-aware only as it was trained."""
-    if settings.kind != "block":
-        return shape
-    for name in ("state", "slot"):
-        found, wanted = config.get(SECTION, {}).get(name), getattr(settings, name)
+    looped, section = settings.looped(shape), config.get(SECTION, {})
+    for name in ("state", "slot") if section.get("trained_depth_exposure") else ():
+        found, wanted = section.get(name), getattr(looped, name)
         check(found in (None, wanted), f"{folder} was trained with {name}={found}, drafter.{name} says {wanted}")
-    return replace(shape, state=settings.state, slot=settings.slot)
+    return looped
 
 
 def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:

@@ -21,6 +21,7 @@ def read_shape(config: dict) -> Eagle3Shape:
     nested = config.get("eagle_config") or {}
     taps = config.get("target_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or [
         index - 1 for index in config.get("eagle_aux_hidden_state_layer_ids") or []]  # the top-level key counts layer inputs
+    config = {"rope_theta": 10000.0} | config if not config.get("rope_parameters") else config  # the authors' files leave Llama's own default out
     return Eagle3Shape(format="specforge_eagle3", sizes=LayerSizes.of(config, head_norms=False), num_layers=1, taps=tuple(taps),
                        num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
                        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
@@ -38,6 +39,9 @@ def write_config(shape: Eagle3Shape) -> dict:
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Maps of a draft vocabulary that is the target's whole one say nothing, and are left out."""
+    if "t2d" in tensors and bool(tensors["t2d"].all()) and not bool(tensors.get("d2t", tensors["t2d"].new_zeros(1)).any()):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     return {name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name: tensor for name, tensor in tensors.items()}
 
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from dloop_train.checkpoints.parts import all_full_attention, one_of, qwen3_keys
+from dloop_train.config import check
 from dloop_train.drafters.base import LayerSizes
 from dloop_train.drafters.block import BlockShape
 
@@ -18,6 +19,8 @@ def matches(config: dict) -> bool:
 def read_shape(config: dict) -> BlockShape:
     all_full_attention(config)
     nested = config.get("dflash_config", {})
+    for key in ("is_causal", "causal"):
+        check(not nested.get(key) and not config.get(key), f"config.json says {key}: true; only blocks whose slots see each other are supported")
     taps = one_of("target_layer_ids", nested, config)
     section = config.get("dloop", {})
     return BlockShape(format="zlab_dflash", sizes=LayerSizes.of(config, head_norms=True), num_layers=config["num_hidden_layers"],

@@ -116,6 +116,14 @@ class DrafterConfig:
     def build(self, shape: DrafterShape, head: TargetHead | None) -> "Drafter":
         raise NotImplementedError
 
+    def looped(self, shape: DrafterShape) -> DrafterShape:
+        """A released checkpoint's shape as these settings loop it."""
+        return shape
+
+    def as_exported(self, section: dict) -> "DrafterConfig":
+        """These settings with the tokens per stage that an export names (its config.json and the dloop section of that)."""
+        return self
+
 
 class DecoderLayer(nn.Module):
     """A pre-norm layer of Llama or Qwen3, under the public tensor names."""

@@ -32,8 +32,8 @@ class BlockShape(DrafterShape):
 class BlockConfig(DrafterConfig):
     """Settings of block drafters."""
 
-    width: int = 8
-    """W: slots of a pass, anchor included; for drafters from scratch."""
+    width: int = 0
+    """W: slots of a pass, anchor included. 0 takes the checkpoint's own; a drafter from scratch needs it. Weights do not depend on it."""
     alignment: str = ""
     """fill_in or shifted. Required: nothing else tells them apart, and the wrong one only costs acceptance."""
     gamma: float = 4.0
@@ -44,10 +44,17 @@ class BlockConfig(DrafterConfig):
     def __post_init__(self):
         super().__post_init__()
         check(self.alignment in ALIGNMENTS, f"drafter.alignment is required: one of {ALIGNMENTS}, got {self.alignment!r}")
-        check(self.width >= 2, f"drafter.width must be at least 2, got {self.width}")
+        check(self.width == 0 or self.width >= 2, f"drafter.width must be at least 2, or 0 for the checkpoint's own, got {self.width}")
         check(self.gamma > 0, f"drafter.gamma must be positive, got {self.gamma}")
 
+    def looped(self, shape: BlockShape) -> BlockShape:
+        return replace(shape, state=self.state, slot=self.slot, width=self.width or shape.width)
+
+    def as_exported(self, section: dict) -> "BlockConfig":
+        return replace(self, width=0)
+
     def shape(self, target: TargetSpec, taps: list[int]) -> BlockShape:
+        check(self.width > 0, "drafter.width is needed for a drafter from scratch: slots of a pass, anchor included")
         head_norms = target.text_config["model_type"].startswith("qwen3")
         # The public block layouts are Qwen3's; a drafter from scratch follows them whatever its target is.
         return BlockShape(format=self.format, sizes=LayerSizes.of(target.text_config, head_norms=True if self.format else head_norms),

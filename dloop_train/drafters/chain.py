@@ -36,6 +36,9 @@ class ChainConfig(DrafterConfig):
         check(self.tokens_per_stage >= 1, f"drafter.tokens_per_stage must be positive, got {self.tokens_per_stage}")
         check(0 < self.decay <= 1, f"drafter.decay must be in (0, 1], got {self.decay}")
 
+    def as_exported(self, section: dict) -> "ChainConfig":
+        return replace(self, tokens_per_stage=section.get("tokens_per_stage", self.tokens_per_stage))
+
 
 class ChainDrafter(Drafter):
     """Row p of a chain pairs the feature of position p with the token at p + 1 and predicts the token at p + 2.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dloop_train.checkpoints.files import load_drafter, locate_drafter, weights_digest
+from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
 from dloop_train.config import Config, check
 from dloop_train.data.responses import Response, read_responses
 from dloop_train.decoding.costs import measure_costs, warm_up
@@ -95,7 +95,8 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
 
 
 def load_for(target: Target, folder: Path, config: Config) -> Drafter:
-    drafter = load_drafter(folder, config.drafter, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), taps=artifacts.taps(config))
+    settings = config.drafter.as_exported(read_config(folder).get(SECTION, {}))  # each row of the table with its own k
+    drafter = load_drafter(folder, settings, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), taps=artifacts.taps(config))
     return drafter.to(target.device).eval()
 
 

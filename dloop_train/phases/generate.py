@@ -14,7 +14,7 @@ from dloop_train.ranks import say
 from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.targets.prepack import prepack
 from dloop_train.targets.responders import decode_plain, respond
-from dloop_train.targets.sources import load_target
+from dloop_train.targets.sources import load_target, load_tokenizer
 
 
 def run(config: Config) -> None:
@@ -23,16 +23,14 @@ def run(config: Config) -> None:
         say(f"generate: done before, {artifact.folder}")
         return
     folder = artifact.begin()
-    target = prepack(load_target(config.target))
+    tokenizer = load_tokenizer(config.target)
     prompts = config.prompts.read()
-    encoded = {prompt.id: prompt_ids(target.tokenizer, list(prompt.messages), config.target) for prompt in prompts}
+    encoded = {prompt.id: prompt_ids(tokenizer, list(prompt.messages), config.target) for prompt in prompts}
     kept = [prompt for prompt in prompts if len(encoded[prompt.id]) <= config.generate.max_prompt_tokens]
     if len(kept) < len(prompts):
         say(f"generate: {len(prompts) - len(kept)} of {len(prompts)} prompts are longer than {config.generate.max_prompt_tokens} tokens and left out")
-    answer_training(config, target, [p for p in kept if p.split == "train"], encoded, folder)
-    target = load_target(config.target, dtype=config.evaluate.dtype)  # replay needs the text of the model that is evaluated
-    for split in ("validation", "test"):
-        answer_greedily(config, target, spread([p for p in kept if p.split == split], config.generate.greedy_prompts), encoded, folder / f"{split}.jsonl")
+    answer_training(config, [p for p in kept if p.split == "train"], encoded, folder)
+    answer_greedily(config, kept, encoded, folder)
     rows = read_jsonl(folder / "train.jsonl")
     artifact.finish(prompts=len(rows), left_out=len(prompts) - len(kept), response_tokens=sum(len(row["response_ids"]) for row in rows),
                     tokens=sum(len(row["response_ids"]) + len(row["prompt_ids"]) for row in rows))
@@ -48,8 +46,9 @@ def spread(prompts: list[Prompt], count: int) -> list[Prompt]:
     return taken[:count]
 
 
-def answer_training(config: Config, target, prompts: list[Prompt], encoded: dict[str, list[int]], folder: Path) -> None:
+def answer_training(config: Config, prompts: list[Prompt], encoded: dict[str, list[int]], folder: Path) -> None:
     """Batches planned from the full list; each is one file, so a killed phase goes on where it was."""
+    target = None
     ordered = sorted(prompts, key=lambda prompt: (len(encoded[prompt.id]), prompt.id))
     size = config.generate.batch_size
     batches = [ordered[start:start + size] for start in range(0, len(ordered), size)]
@@ -58,6 +57,7 @@ def answer_training(config: Config, target, prompts: list[Prompt], encoded: dict
     with tqdm(total=len(prompts), unit="prompt", desc="generate") as bar:
         for batch, file in zip(batches, files, strict=True):
             if not file.is_file():
+                target = target or prepack(load_target(config.target))
                 rows = answer_batch(config, target, batch, encoded)
                 write_jsonl(file, [row.row() for row in rows])
                 tokens += sum(len(row.response_ids) for row in rows)
@@ -75,8 +75,16 @@ def answer_batch(config: Config, target, batch: list[Prompt], encoded: dict[str,
     return [as_response(target, prompt, prompt_tokens, answer) for prompt, prompt_tokens, answer in zip(batch, ids, answers, strict=True)]
 
 
-def answer_greedily(config: Config, target, prompts: list[Prompt], encoded: dict[str, list[int]], file: Path) -> None:
-    """Plain batch-1 decoding in the evaluation dtype; appended row by row."""
+def answer_greedily(config: Config, prompts: list[Prompt], encoded: dict[str, list[int]], folder: Path) -> None:
+    """The validation and test responses, by the model that is evaluated: replay needs its text."""
+    target = load_target(config.target, dtype=config.evaluate.dtype)
+    for split in ("validation", "test"):
+        chosen = spread([prompt for prompt in prompts if prompt.split == split], config.generate.greedy_prompts)
+        answer_split(config, target, chosen, encoded, folder / f"{split}.jsonl")
+
+
+def answer_split(config: Config, target, prompts: list[Prompt], encoded: dict[str, list[int]], file: Path) -> None:
+    """Plain batch-1 decoding; appended row by row."""
     partial = file.with_suffix(".part.jsonl")
     rows = read_jsonl(partial) if partial.is_file() else []
     for prompt in tqdm(prompts[len(rows):], unit="prompt", desc=f"greedy {file.stem}"):

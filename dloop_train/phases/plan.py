@@ -176,7 +176,7 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
         folder = local_drafter(config)
         if folder is None:
             return None
-        shape = read_shape(folder)
+        shape = settings.looped(read_shape(folder))
         require_fit(shape, spec, taps, folder)
     with torch.device("meta"):
         return settings.build(shape, None)

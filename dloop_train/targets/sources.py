@@ -25,11 +25,15 @@ def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None,
     dtype = as_dtype(dtype or config.dtype)
     if config.source == "random":
         model = random_model(config).to(dtype)
-        return Target(model.to(device), byte_tokenizer(config.stop_ids[0]), spec_of(config, model.config))
+        return Target(model.to(device), load_tokenizer(config), spec_of(config, model.config))
     folder = locate(config)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Target(model.to(device), tokenizer, spec_of(config, model.config))
+    return Target(model.to(device), load_tokenizer(config), spec_of(config, model.config))
+
+
+def load_tokenizer(config: TargetConfig):
+    """The target's tokenizer alone."""
+    return byte_tokenizer(config.stop_ids[0]) if config.source == "random" else AutoTokenizer.from_pretrained(locate(config))
 
 
 def default_device() -> torch.device:

@@ -1,0 +1,115 @@
+"""Chat: the prompt ids of generating, caching, evaluating and serving are one and the same, under every target's own template."""
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import composed, tiny_config
+from transformers import AutoTokenizer
+
+from dloop_train.config import CONF, TargetConfig, build, option
+from dloop_train.data.chat import prompt_ids
+from dloop_train.data.responses import read_responses
+from dloop_train.data.store import FeatureStore
+from dloop_train.phases import artifacts, cache, generate
+from dloop_train.serving import LoopedModel
+from dloop_train.targets import bytes_tokenizer
+from dloop_train.targets.bytes_tokenizer import byte_tokenizer
+
+QWEN3 = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+         "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}")
+LLAMA31 = ("{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+           "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}<|eot_id|>"
+           "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+           "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+RESTATED = {"qwen3_4b": QWEN3, "qwen3_8b": QWEN3, "llama31_8b": LLAMA31}
+"""What the hub's templates make of conversations without tools. The test against the real texts holds them to it."""
+HUB = sorted(path.stem for path in (CONF / "target").glob("*.yaml") if build(option("target", path.stem), TargetConfig, "target").source == "hub")
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+CONVERSATIONS = [
+    [USER],
+    [{"role": "system", "content": "Answer briefly."}, USER],
+    [USER, {"role": "assistant", "content": "4."}, {"role": "user", "content": " And 3 + 3?\n"}],
+    [{"role": "system", "content": "A"}, USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4."}, {"role": "user", "content": "Größe? 你好"}],
+]
+
+
+def config_of(target: str) -> TargetConfig:
+    return build(option("target", target), TargetConfig, "target")
+
+
+def rendered(target: str, template: str, messages) -> str:
+    """Text of the prompt ids under a template; bytes stand for the tokenizer, which the template does not know."""
+    tokenizer = byte_tokenizer(2)
+    tokenizer.bos_token = "<|begin_of_text|>"
+    tokenizer.chat_template = template
+    return tokenizer.decode(prompt_ids(tokenizer, messages, config_of(target)))
+
+
+def real_template(target: str) -> str:
+    """The template that stands in the hub's repository: a file in $DLOOP_TEMPLATES, or the hub's local cache."""
+    file = Path(os.environ.get("DLOOP_TEMPLATES", "")) / f"{target}.jinja"
+    if "DLOOP_TEMPLATES" in os.environ and file.is_file():
+        return file.read_text()
+    config = config_of(target)
+    try:
+        return AutoTokenizer.from_pretrained(config.path, revision=config.revision, local_files_only=True).chat_template
+    except OSError:
+        pytest.skip(f"the template of {config.path} is neither {target}.jinja in $DLOOP_TEMPLATES nor in the hub's cache")
+
+
+def test_every_hub_target_is_restated():
+    assert set(HUB) == set(RESTATED)
+
+
+@pytest.mark.parametrize("target", HUB)
+def test_restated_template_is_the_real_one(target):
+    real = real_template(target)
+    for messages in CONVERSATIONS:
+        plain = [m | {"content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages]  # past thoughts are dropped by Qwen3's
+        expected = rendered(target, RESTATED[target], plain if target.startswith("qwen3") else messages)
+        assert rendered(target, real, messages) == expected
+
+
+def test_qwen3_answers_without_thinking():
+    assert rendered("qwen3_8b", QWEN3, [USER]) == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_llama_has_one_bos_and_a_date_that_stands_still():
+    text = rendered("llama31_8b", LLAMA31, [USER])
+    assert text.count("<|begin_of_text|>") == 1 and text.startswith("<|begin_of_text|>") and "Today Date: 26 Jul 2024\n" in text
+    assert text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+
+
+@pytest.mark.parametrize("target", HUB)
+def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
+    """generate -> cache -> evaluate's responses, and serving, on the tiny target speaking through this target's template."""
+    monkeypatch.setattr(bytes_tokenizer, "TEMPLATE", RESTATED[target])
+    thinking = config_of(target).thinking
+    config = composed("+drafter=dflash", "+target=tiny", f"root={tmp_path}", f"target.thinking={'null' if thinking is None else str(thinking).lower()}",
+                      "prompts.limit=6", "generate.max_new_tokens=4", "generate.greedy_max_new_tokens=4", "generate.greedy_prompts=3", "drafter.alignment=shifted")
+    generate.run(config)
+    cache.run(config)
+    tokenizer = byte_tokenizer(2)
+    expected = {p.id: prompt_ids(tokenizer, list(p.messages), config.target) for p in config.prompts.read()}
+    assert (thinking is False) == all(tokenizer.decode(ids).endswith("</think>\n\n") for ids in expected.values())
+    artifact = artifacts.features(config)
+    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length)
+    assert len(store) == 6
+    for sample in store:
+        assert sample.tokens[~sample.loss_mask].tolist() == expected[sample.id]
+    judged = [r for split in ("validation", "test") for r in read_responses(artifacts.responses(config).folder, split)]
+    assert judged and all(r.prompt_ids == expected[r.id] for r in judged)
+    asked = []
+    prompt = next(p for p in config.prompts.read() if p.id == judged[0].id)
+    served = LoopedModel(type("Target", (), {"tokenizer": tokenizer}), None, None, config.target)
+    monkeypatch.setattr(served, "tokens", lambda ids, **_: asked.append(ids) or [])
+    assert list(served.generate(list(prompt.messages))) == [] and asked == [expected[prompt.id]]
+
+
+def test_a_template_of_another_mode_gives_other_ids():
+    """The thinking switch must change the prompt, or a mistake in it would go unseen."""
+    tokenizer = byte_tokenizer(2)
+    tokenizer.chat_template = QWEN3
+    assert prompt_ids(tokenizer, [USER], tiny_config(thinking=False)) != prompt_ids(tokenizer, [USER], tiny_config(thinking=True))

@@ -5,11 +5,14 @@ import math
 import re
 
 import pytest
+import torch
 
 from dloop_train import config as settings
 from dloop_train.decoding import statistics
+from dloop_train.decoding.replay import Replay
 from dloop_train.drafters.base import DrafterConfig
 from dloop_train.phases import artifacts, report
+from dloop_train.phases.replaying import next_stage_tokens
 from dloop_train.runs import write_atomic, write_jsonl
 
 K = 2
@@ -230,3 +233,10 @@ def test_a_response_without_rounds_is_left_out_everywhere(tiny):
     known = json.loads((folder / "report.json").read_text())
     assert (known["run"]["prompts"], known["run"]["prompts_left_out"]) == (1, 1)
     assert [list(each["tau_by_category"]) for each in known["settings"]] == [["math"]] * 3
+
+
+def test_tokens_of_the_next_stage_are_counted_where_the_stages_before_were_whole():
+    """k = 2: accepted 1 never reaches stage 2; 2, 3 and 4 add 0, 1 and 2; a row that the text's end cut inside stage 2 says nothing."""
+    record = Replay(k=2, stages=3, length=9, max_new_tokens=9, scores=torch.zeros(6, 3), accepted=torch.tensor([1, 2, 3, 6, 3, 5]),
+                    stopped=torch.full((6,), 4), cut=torch.tensor([False, False, False, False, True, True]))
+    assert next_stage_tokens([record]) == {"tokens": (0 + 1 + 2 + 2) / 4, "positions": 4}

@@ -90,13 +90,14 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
         best = max(sweep, key=lambda point: point["tokens_per_second"])
         for axes, key, pattern in ((grid[0, number], "tokens_per_second", "{:.1f}"), (grid[1, number], "tau", "{:.2f}")):
             axes.plot(thresholds, [point[key] for point in sweep], color=colour[drafter], marker="o", markersize=5, linewidth=2)
-            for name, line in (("S1", "S = 1"), ("oracle", "oracle gate")):
+            for name, line, side in (("S1", "S = 1", -1), ("oracle", "oracle gate", 1)):  # names below and above, so that equal values stay legible
                 axes.axhline(replayed[name][key], color=INK, linewidth=1, linestyle=(0, (4, 3)) if name == "S1" else (0, (1, 2)))
                 axes.annotate(f"{line}: {pattern.format(replayed[name][key])}", (0.02, replayed[name][key]), fontsize=9,
-                              xycoords=axes.get_yaxis_transform(), xytext=(0, 3), textcoords="offset points")
+                              xycoords=axes.get_yaxis_transform(), xytext=(0, 3 * side), textcoords="offset points",
+                              va="bottom" if side > 0 else "top")
             axes.annotate(pattern.format(best[key]), (best["threshold"], best[key]), xytext=(0, 7), textcoords="offset points",
                           ha="center", fontweight="bold", color=colour[drafter])
-            axes.margins(x=0.12, y=0.2)
+            axes.margins(x=0.12, y=0.25)
         grid[0, number].set_title(drafter, color=colour[drafter])
         grid[1, number].set_xlabel("gate threshold g (log-probability)")
         grid[1, number].set_xticks(apart(thresholds), [f"{threshold:g}" for threshold in apart(thresholds)])

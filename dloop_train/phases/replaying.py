@@ -31,6 +31,17 @@ def full_acceptance(walks: Sequence[Sequence[Round]], k: int, stages: int) -> li
     return rates
 
 
+def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
+    """Tokens accepted from one stage where all those before it were accepted whole, and from how many positions that is.
+
+    Rows that the end of the text cut within the stage are left out.
+    """
+    before = stage - 1
+    tokens = [min(int(accepted) - before * r.k, r.k) for r in records for accepted, cut in zip(r.accepted, r.cut, strict=True)
+              if accepted >= before * r.k and (accepted >= stage * r.k or not cut)]
+    return {"tokens": sum(tokens) / max(len(tokens), 1), "positions": len(tokens)}
+
+
 def summary_of_replay(target: Target, drafter: Drafter, responses: Sequence[Response], taps: Sequence[int], *, gate: Gate, max_stages: int,
                       costs: Costs | None = None) -> dict:
     """What validation during training logs."""

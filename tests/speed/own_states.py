@@ -1,0 +1,42 @@
+"""Which form of own states suits a block drafter: tokens accepted from stage 2 where stage 1 was accepted whole, form by form.
+
+    python tests/speed/own_states.py artifacts/runs/quickstart-dflash                     # the drafter that the run started from
+    python tests/speed/own_states.py artifacts/runs/quickstart-dflash <drafter folder>    # another one, for example base-trained
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from dloop_train.checkpoints.files import load_drafter, locate_drafter
+from dloop_train.config import from_hydra
+from dloop_train.data.responses import read_responses
+from dloop_train.decoding.gates import Never
+from dloop_train.decoding.replay import walk_gate
+from dloop_train.phases import artifacts
+from dloop_train.phases.replaying import next_stage_tokens, replay_all, tau_of
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.sources import load_target
+
+
+def main(run: Path, drafter: str | None) -> None:
+    config = from_hydra(OmegaConf.load(run / "config.yaml"))
+    target = load_target(config.target, dtype=config.evaluate.dtype)
+    responses = read_responses(artifacts.responses(config).folder, "validation")
+    folder = locate_drafter(drafter or config.drafter.init, config.drafter.revision)
+    slots = ("own", "next") if getattr(config.drafter, "alignment", "") == "fill_in" else ("own",)
+    print(f"{folder} on {len(responses)} validation responses")
+    for state in ("context_norm", "post_norm", "raw"):
+        for slot in slots:
+            settings = replace(config.drafter, state=state, slot=slot)
+            looped = load_drafter(folder, settings, TargetHead.of(target), dtype=target.dtype, taps=artifacts.taps(config)).eval()
+            records = replay_all(target, looped, responses, max_stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
+            second = next_stage_tokens(records)
+            print(f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens at {second['positions']} positions; "
+                  f"S = 1 tau {tau_of([walk_gate(record, Never()) for record in records]):.2f}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

@@ -12,6 +12,7 @@ from dloop_train.decoding.costs import Costs
 from dloop_train.decoding.gates import Always, DLoop, Gate, Never
 from dloop_train.decoding.loop import clip, decode
 from dloop_train.decoding.replay import replay, walk_gate, walk_oracle
+from dloop_train.phases.evaluate import parting_gap
 from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
@@ -138,3 +139,11 @@ def test_commit_gathers_rows(tiny_target):
     keys = cache.layers[0].keys.clone()
     tiny_target.commit(cache, 5, [0, 2])
     assert torch.equal(cache.layers[0].keys, keys[:, :, [0, 1, 2, 3, 4, 5, 7]])
+
+
+def test_parting_gap_is_the_targets_logits_apart(tiny_target):
+    prompt, plain = [60, 61, 62], decode_plain(tiny_target, [60, 61, 62], max_new_tokens=6)
+    assert parting_gap(tiny_target, prompt, plain, list(plain)) is None
+    other = plain[:3] + [(plain[3] + 1) % 250] + plain[4:]
+    logits = tiny_target.read(torch.tensor([prompt + plain[:3]]), logits=slice(-1, None)).logits[0, -1]
+    assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(float(logits[plain[3]] - logits[other[3]]), rel=1e-5)

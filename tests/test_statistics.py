@@ -26,7 +26,7 @@ def one(stages, accepted, scores=(), **seconds):
 def row(identity, rounds, *, seconds=1.0, tokens=None, category="chat"):
     emitted = sum(each["emitted"] for each in rounds)
     return {"id": identity, "category": category, "prompt_tokens": 3, "tokens": tokens or emitted, "seconds": seconds, "rounds": rounds,
-            "same_text": True}
+            "same_text": True, "parting_gap": None}
 
 
 # Two responses: 1, 3, 5 tokens in three rounds; 7 tokens in one.

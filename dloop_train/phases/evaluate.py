@@ -5,6 +5,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
@@ -110,9 +111,23 @@ def decode_live(config: Config, folder: Path, target: Target, drafters: dict[str
         texts = {}
         for setting in settings:
             row, texts[setting.label] = decode_one(config, target, drafters.get(setting.drafter), setting, response)
-            rows[setting.label] = rows[setting.label][:done] + [row | {"same_text": texts[setting.label] == texts[PLAIN]}]
+            gap = parting_gap(target, response.prompt_ids, texts[PLAIN], texts[setting.label])
+            rows[setting.label] = rows[setting.label][:done] + [row | {"same_text": gap is None, "parting_gap": gap}]
             write_jsonl(folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
         done += 1
+
+
+def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[int]) -> float | None:
+    """How far apart the target's logits of the two tokens are where a text parts from plain decoding's; None for equal texts.
+
+    A gap within the rounding of the dtype is a tie that one more row in a product may turn over; a larger one is a fault.
+    """
+    where = next((at for at, (one, other) in enumerate(zip(plain, text, strict=False)) if one != other), None)
+    if where is None:
+        assert len(plain) == len(text), "one text ends within the other: decoding lost something"
+        return None
+    logits = target.read(torch.tensor([[*prompt, *plain[:where]]], device=target.device), logits=slice(-1, None)).logits[0, -1].float()
+    return float((logits[plain[where]] - logits[text[where]]).abs())
 
 
 def read_partial(folder: Path, setting: Setting) -> list[dict]:

@@ -81,6 +81,7 @@ def run(config: Config) -> None:
         log_table(folder, config.wandb, name=config.name, rows=table_rows(report), summary=wandb_summary(report))
     print(table(table_rows(report)))
     print(headline(report))
+    print(losslessness(report))
     say(f"report: {folder / 'report.html'}")
 
 
@@ -152,6 +153,7 @@ def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
                "seconds_per_token": float(statistics.seconds_per_token(rows).mean()),
                "stages_per_round": sum(one["stages"] for one in rounds) / len(rounds),
                "same_text": sum(row["same_text"] for row in rows) / len(rows),
+               "parting_gap": max((row["parting_gap"] for row in rows if row["parting_gap"] is not None), default=None),
                "tau_by_category": statistics.by_category(rows), "by_depth": statistics.by_depth(rows), "time": statistics.time_shares(rows)}
     if setting["drafter"] is not None:
         summary["over_reference"] = asdict(statistics.speedup_estimate(rows, results.rows[results.reference["label"]], **resample))
@@ -197,10 +199,11 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def table_rows(report: dict) -> list[dict[str, str]]:
-    return [{"setting": one["label"], "g": "-" if one["threshold"] is None else f"{one['threshold']:g}",
+    return [{"setting": one["label"], "k": str(one["k"]) if one["drafter"] else "-", "g": "-" if one["threshold"] is None else f"{one['threshold']:g}",
              "speedup [95 %]": interval(one["speedup"], "x"), "tau [95 %]": interval(one["tau"]),
              f"over {report['reference']}": interval(one["over_reference"], "x") if compared(one, report) else "-",
              "ms/token": f"{1000 * one['seconds_per_token']:.1f}", "S": f"{one['stages_per_round']:.2f}",
+             "full": percent(one["full_acceptance"][0]["full"]) if one["drafter"] else "-",
              "same text": f"{one['same_text']:.0%}"} for one in report["settings"]]
 
 
@@ -213,6 +216,14 @@ def interval(estimate: dict, unit: str = "") -> str:
     """2.31x [2.20, 2.43]"""
     known = Estimate(**estimate)
     return f"{known.value:.2f}{unit} [{known.low:.2f}, {known.high:.2f}]"
+
+
+def losslessness(report: dict) -> str:
+    """Whether texts that differ from plain decoding's do so at ties."""
+    gaps = [one["parting_gap"] for one in report["settings"] if one["parting_gap"] is not None]
+    if not gaps:
+        return "every text is plain decoding's"
+    return (f"where a text parts from plain decoding's, the target's {report['run']['dtype']} logits of the two tokens are at most {max(gaps):.3g} apart")
 
 
 def headline(report: dict) -> str:
@@ -295,13 +306,14 @@ CONVENTIONS = """Tau is the mean over responses of the mean over rounds of accep
 round counts whole.
 Speedup is the ratio of mean seconds per token, on a clock that starts after the first draft. Micro values pool all rounds or tokens.
 Intervals are 95 %, from a bootstrap that draws prompts, the same for both sides of a ratio. S is the mean number of stages in a round.
-Same text: responses equal to plain decoding's; in low precision the target's own rounding makes a few differ."""
+Full: rounds whose first stage was accepted whole. Same text: responses equal to plain decoding's; in low precision two nearly equal
+logits of the target may change places, and the line under the table says how nearly."""
 
 
 def page(report: dict, shown: list[Exhibit]) -> str:
     """The whole html: nothing is loaded from elsewhere."""
     body = [f"<h1>{escape(report['run']['name'])}</h1>", f'<p class="lead">{escape(headline(report))}.</p>', facts(report["run"]),
-            html_table(table_rows(report))]
+            html_table(table_rows(report)), f'<p class="note">{escape(losslessness(report))}.</p>']
     body += [*map(section, shown[:2]), *stage_tables(report), *map(section, shown[2:])]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(report['run']['name'])}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body)

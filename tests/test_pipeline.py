@@ -82,7 +82,7 @@ def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
 
 
 SIGNS = {"generate": "responses/*.partial/batches/000001.jsonl", "cache": "features/*.partial/shard-00001.safetensors", "train": "runs/*/checkpoints/last.json",
-         "evaluate": "runs/*/evaluation/rounds/*.jsonl"}
+         "export": "runs/*/drafter.partial/*", "evaluate": "runs/*/evaluation/rounds/*.jsonl", "report": "runs/*/report.json"}
 
 
 def records(root: Path) -> dict:
@@ -108,6 +108,7 @@ def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
     result = run(root, *small, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert records(root) == records(whole)
+    assert (root / "runs" / "dflash-tiny" / "report.html").is_file()
 
 
 def test_missing_choice_lists_the_options(tmp_path):

@@ -1,6 +1,6 @@
-"""Make the built-in prompt set: hand-written prompts plus filled templates, written to prompts/builtin.jsonl.
+"""Make the built-in prompt set: hand-written prompts, filled templates and user turns sampled from the target, in prompts/builtin.jsonl.
 
-Run `python data/make_prompts.py`; the same script and hand-written file always give the same bytes.
+Run `python data/make_prompts.py`; the same script, hand-written and sampled files always give the same bytes.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ def main():
         own = [row["content"] for row in handwritten if row["category"] == category]
         rows[category] = [row_of(category, i, text) for i, text in enumerate(collect(own, category, count, seen, rng))]
     prompts = interleave(rows, rng)
+    prompts += sampled_turns(seen)     # behind the others, whose places they leave alone
     check(prompts)
     with open(FOLDER / "builtin.jsonl", "w", encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts)
@@ -107,6 +108,13 @@ def split_of(name: str) -> str:
     return "test" if point < 3 else "validation" if point < 6 else "train"
 
 
+def sampled_turns(seen: set[str]) -> list[dict]:
+    """What the target itself said as a user (sample_turns.py), as prompts of the category chat."""
+    turns = [json.loads(line) for line in (FOLDER / "sampled.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{"id": turn["name"], "category": "chat", "split": split_of(turn["name"]), "messages": [{"role": "user", "content": turn["content"]}]}
+            for turn in turns if normalised(turn["content"]) not in seen]
+
+
 def interleave(rows: dict[str, list[dict]], rng: Random) -> list[dict]:
     """Shuffle each category, then spread it evenly over the file: any prefix holds the categories in proportion."""
     placed = []
@@ -118,7 +126,7 @@ def interleave(rows: dict[str, list[dict]], rng: Random) -> list[dict]:
 
 def check(prompts: list[dict]):
     contents = [row["messages"][0]["content"] for row in prompts]
-    assert len(prompts) == sum(COUNTS.values())
+    assert len(prompts) >= sum(COUNTS.values())
     assert len({row["id"] for row in prompts}) == len(prompts)
     assert len({normalised(text) for text in contents}) == len(prompts)
     assert all(len(text.split()) <= 120 for text in contents)

@@ -29,7 +29,8 @@ def main(run: Path, out: Path) -> None:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
     composed = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    provenance = {"command": f"python -m dloop_train +experiment=starter drafter={layout_of(config, run).FAMILY}", "bytes": size,
+    command = f"python -m dloop_train +experiment=starter drafter={layout_of(config, run).FAMILY} train.steps={composed['train']['steps']}"
+    provenance = {"command": command, "bytes": size,
                   "settings": {key: composed[key] for key in ("drafter", "train", "generate", "prompts")},
                   "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
                   "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}

@@ -13,7 +13,7 @@ from dloop_train.targets.responders import respond
 from dloop_train.targets.sources import load_target
 
 OUT = Path(__file__).parent / "prompts" / "sampled.jsonl"
-BATCH, BATCHES, SEED = 192, 8, 0
+BATCH, BATCHES, SEED = 192, 4, 0
 SAMPLING = SamplingConfig(temperature=1.0, top_p=0.95, top_k=256)
 LONGEST = 64
 """Tokens of a turn; longer ones are left out."""

@@ -163,6 +163,9 @@ class EvaluateConfig:
     replay_stages: int = 5
     """Stages that replay drafts from every position."""
     thresholds: list[float] = field(default_factory=lambda: [-0.25, -0.5, -0.75, -1.0])
+    """What replay sweeps."""
+    live_thresholds: list[float] = field(default_factory=list)
+    """More rows for the table: the trained drafter decoded live at these thresholds too."""
     extra: dict[str, str] = field(default_factory=dict)
     """More drafters for the table: label -> drafter folder."""
     bootstrap: int = 2000

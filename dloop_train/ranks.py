@@ -1,11 +1,16 @@
-"""Ranks: who am I, how many are we, sums over all, and printing once."""
+"""Ranks: who am I, how many are we, sums over all, printing once, and ending with the command."""
 
+import ctypes
 import os
 import resource
+import signal
 import sys
 
 import torch
 import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent dies."""
 
 
 def rank() -> int:
@@ -40,3 +45,9 @@ def say(text: str) -> None:
     """Print on the first rank, above a progress bar if there is one."""
     if rank() == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def die_with_parent() -> None:
+    """For a child about to start: Linux ends it with its parent, even after kill -9, so that no rank writes on beside the rerun."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

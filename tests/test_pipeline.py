@@ -1,5 +1,6 @@
 """The command on the tiny target: every phase, killed and resumed, from an empty directory, and what W&B holds afterwards."""
 
+import contextlib
 import json
 import os
 import signal
@@ -119,3 +120,32 @@ def test_missing_choice_lists_the_options(tmp_path):
 def test_unknown_field_lists_the_known(tmp_path):
     result = run(tmp_path, "train.stpes=3", cwd=tmp_path)
     assert result.returncode != 0 and "stpes" in result.stderr and "fields of TrainConfig" in result.stderr and "Traceback" not in result.stderr
+
+
+def ranks_of(root: Path) -> list[int]:
+    """Processes that name this run's folder on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(root).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
+def test_ranks_end_with_the_command(tmp_path):
+    """Kill -9 on the command alone: its ranks must not go on writing checkpoints beside the rerun."""
+    started = subprocess.Popen([*COMMAND, "train.steps=100000"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        if list(tmp_path.glob("runs/*/checkpoints/last.json")):
+            break
+        time.sleep(0.1)
+    assert ranks_of(tmp_path), "the training did not start"
+    started.kill()
+    started.wait()
+    for _ in range(400):
+        if not ranks_of(tmp_path):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"ranks {ranks_of(tmp_path)} outlived the command")

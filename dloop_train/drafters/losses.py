@@ -74,6 +74,12 @@ def by_slot(correct: Tensor, slots: Tensor, k: int, losses: Tensor) -> Tensor:
     return torch.cat([torch.bincount(slots, weights=correct.float(), minlength=k).float(), counts, losses.detach().float().sum()[None]])
 
 
+def most_likely(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Whether each token has its row's largest logit. [R, V] and [R] -> [R] bool; a fraction of argmax's time in bf16 on a CPU."""
+    rows = logits.detach()
+    return rows.gather(1, tokens[:, None])[:, 0] >= rows.amax(-1)
+
+
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
     """Hard-label cross-entropy in at least fp32. [R, V] and [R] -> [R]"""
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")

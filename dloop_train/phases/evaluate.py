@@ -12,7 +12,7 @@ from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter,
 from dloop_train.config import Config, check
 from dloop_train.data.responses import Response, read_responses
 from dloop_train.decoding.costs import measure_costs, warm_up
-from dloop_train.decoding.gates import Gate, Never
+from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
@@ -78,6 +78,8 @@ def settings_of(config: Config, labels: list[str]) -> list[Setting]:
     settings = [Setting(PLAIN, None, Never())]
     for label in labels:
         settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, config.gate)]
+    for threshold in config.evaluate.live_thresholds:
+        settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages)))
     return settings
 
 

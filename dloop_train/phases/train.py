@@ -15,7 +15,7 @@ from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import summary_of_replay
-from dloop_train.ranks import rank, say, world_size
+from dloop_train.ranks import die_with_parent, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import load_head, load_spec, load_target
 from dloop_train.training.engine import POINTER, Trainer, initialise_distributed
@@ -32,7 +32,7 @@ def run(config: Config) -> None:
     artifacts.features(config).facts()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(config)}",
                "-m", "dloop_train.worker", str(folder / "config.yaml"), "train"]
-    result = subprocess.run(command, check=False)
+    result = subprocess.run(command, check=False, preexec_fn=die_with_parent)
     check(result.returncode == 0, f"train: a rank failed with exit code {result.returncode}; its error stands above. "
           f"The same command resumes from {folder / 'checkpoints'}")
 

@@ -1,5 +1,7 @@
 """The ten lines a user copies: load an export and stream the target's own answer."""
 
+import json
+
 import pytest
 import torch
 from conftest import make_drafter, tiny_config
@@ -36,3 +38,13 @@ def test_a_drafter_without_dloop_section_needs_a_threshold(tiny_target, tmp_path
     with pytest.raises(ValueError, match="not loop-aware"):
         dloop_train.load(tmp_path, "tiny", device="cpu")
     assert dloop_train.load(tmp_path, "tiny", device="cpu", threshold=-1.0).gate.threshold == -1.0
+
+
+def test_an_official_eagle3_folder_that_names_no_taps_is_served_with_the_layouts_own(tiny_target, tmp_path):
+    exported("eagle3-reduced", tiny_target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "eagle_config"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = dloop_train.load(tmp_path, "tiny", device="cpu")
+    assert model.drafter.shape.taps == (1, 1, 1) and list(model.tokens([60, 61, 62], max_new_tokens=6)) == decode_plain(model.target, [60, 61, 62], max_new_tokens=6)

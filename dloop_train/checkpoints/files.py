@@ -180,10 +180,15 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
     shape = read_shape(folder)
-    if not shape.taps:  # the official EAGLE-3 files name none: the layout's defaults for a target of this depth
-        shape = replace(shape, taps=(1, target.num_layers // 2 - 1, target.num_layers - 4))
+    if not shape.taps:
+        shape = replace(shape, taps=unnamed_taps(target))
     require_fit(shape, target, taps, folder)
     return load_drafter(folder, settings, head, dtype=dtype, taps=taps)
+
+
+def unnamed_taps(target: TargetSpec) -> tuple[int, int, int]:
+    """The taps that official EAGLE-3 files mean, which name none."""
+    return (1, target.num_layers // 2 - 1, target.num_layers - 4)
 
 
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:

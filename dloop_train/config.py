@@ -172,6 +172,10 @@ class EvaluateConfig:
     dtype: str = "bfloat16"
     seed: int = 0
 
+    def __post_init__(self):
+        above = [threshold for threshold in [*self.thresholds, *self.live_thresholds] if threshold > 0]
+        check(not above, f"evaluate.thresholds and evaluate.live_thresholds are log-probabilities and cannot be positive, got {above}")
+
 
 @dataclass
 class LogConfig:
@@ -184,6 +188,13 @@ class LogConfig:
     def __post_init__(self):
         modes = ("auto", "online", "offline", "disabled")
         check(self.mode in modes, f"wandb.mode must be one of {modes}, got {self.mode!r}")
+
+
+@dataclass
+class PairConfig:
+    """What a pair's YAML says to other YAMLs (conf/gate/dloop.yaml reads the threshold); checked here, used there."""
+
+    threshold: float | None = None
 
 
 @dataclass
@@ -245,7 +256,8 @@ def option(group: str, name: str) -> dict:
 
 def from_hydra(tree: DictConfig) -> Config:
     """The whole composed tree as one Config; unknown keys and wrong types fail here."""
-    values = {key: tree[key] for key in tree if key != "pair"}  # only other YAMLs read a pair's values
+    build(tree.get("pair") or {}, PairConfig, "pair")
+    values = {key: tree[key] for key in tree if key != "pair"}
     for key, kind in TYPED.items():
         values[key] = build(tree[key], kind, key)
     for key in PLUGINS:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent dies."""
+"""Of Linux's prctl: the signal that a process gets when its parent dies. A grandchild does not inherit the wish."""
+PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def rank() -> int:
@@ -48,6 +49,6 @@ def say(text: str) -> None:
 
 
 def die_with_parent() -> None:
-    """For a child about to start: Linux ends it with its parent, even after kill -9, so that no rank writes on beside the rerun."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Have Linux end this process with its parent, even after kill -9, so that no rank writes on beside the rerun."""
+    if PRCTL is not None:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -6,9 +6,11 @@ import sys
 from omegaconf import OmegaConf
 
 from dloop_train.config import from_hydra
+from dloop_train.ranks import die_with_parent
 
 
 def main() -> None:
+    die_with_parent()
     path, phase = sys.argv[1:]
     try:
         importlib.import_module(f"dloop_train.phases.{phase}").rank_main(from_hydra(OmegaConf.load(path)))

@@ -141,9 +141,10 @@ def test_commit_gathers_rows(tiny_target):
     assert torch.equal(cache.layers[0].keys, keys[:, :, [0, 1, 2, 3, 4, 5, 7]])
 
 
-def test_parting_gap_is_the_targets_logits_apart(tiny_target):
+def test_parting_gap_is_how_far_the_targets_logits_are_apart(tiny_target):
     prompt, plain = [60, 61, 62], decode_plain(tiny_target, [60, 61, 62], max_new_tokens=6)
     assert parting_gap(tiny_target, prompt, plain, list(plain)) is None
     other = plain[:3] + [(plain[3] + 1) % 250] + plain[4:]
     logits = tiny_target.read(torch.tensor([prompt + plain[:3]]), logits=slice(-1, None)).logits[0, -1]
-    assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(float(logits[plain[3]] - logits[other[3]]), rel=1e-5)
+    rounding = torch.finfo(torch.float64).eps * float(logits[[plain[3], other[3]]].abs().max())
+    assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(float(logits[plain[3]] - logits[other[3]]) / rounding)

@@ -78,6 +78,8 @@ def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
     assert from_hydra(composed([*pair, "++gate.threshold=-1.0"])).gate.threshold == -1.0
     assert from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b"])).gate.threshold == -0.5
     assert type(from_hydra(composed([*pair, "gate=never"])).gate).__name__ == "Never"
+    with pytest.raises(ValueError, match="fields of PairConfig"):
+        from_hydra(composed([*pair, "++pair.treshold=-1.0"]))
 
 
 def test_every_group_has_options():

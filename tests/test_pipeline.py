@@ -70,7 +70,7 @@ def test_wandb_offline_run_holds_the_training(finished):
 
 
 def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
-    """Kill -9 the command and all its ranks as soon as a file that matches `sign` exists."""
+    """Kill -9 the command and its torchrun as soon as a file that matches `sign` exists; the ranks end with them."""
     for _ in range(1200):
         if list(root.glob(sign)):
             os.killpg(started.pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
 
 
 SIGNS = {"generate": "responses/*.partial/batches/000001.jsonl", "cache": "features/*.partial/shard-00001.safetensors", "train": "runs/*/checkpoints/last.json",
-         "export": "runs/*/drafter.partial/*", "evaluate": "runs/*/evaluation/rounds/*.jsonl", "report": "runs/*/report.json"}
+         "export": "runs/*/drafter.partial/*", "evaluate": "runs/*/evaluation/rounds/*.jsonl", "report": "runs/*/report.html"}
 
 
 def records(root: Path) -> dict:
@@ -109,7 +109,7 @@ def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
     result = run(root, *small, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert records(root) == records(whole)
-    assert (root / "runs" / "dflash-tiny" / "report.html").is_file()
+    assert (root / "runs" / "dflash-tiny" / "report.json").is_file() and any(name.startswith("evaluation/") for name in read_offline_run(root / "runs" / "dflash-tiny")[1])
 
 
 def test_missing_choice_lists_the_options(tmp_path):
@@ -134,18 +134,21 @@ def ranks_of(root: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
-def test_ranks_end_with_the_command(tmp_path):
-    """Kill -9 on the command alone: its ranks must not go on writing checkpoints beside the rerun."""
+@pytest.mark.parametrize("victim", ["the command", "torchrun"])
+def test_ranks_end_with_their_starter(victim, tmp_path):
+    """Kill -9 on the command, or on torchrun, alone: no rank may go on writing checkpoints beside the rerun."""
     started = subprocess.Popen([*COMMAND, "train.steps=100000"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(600):
-        if list(tmp_path.glob("runs/*/checkpoints/last.json")):
-            break
-        time.sleep(0.1)
-    assert ranks_of(tmp_path), "the training did not start"
-    started.kill()
+    wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/last.json")), "no checkpoint")
+    torchrun = min(ranks_of(tmp_path))  # started before its rank
+    assert len(ranks_of(tmp_path)) == 2
+    os.kill(started.pid if victim == "the command" else torchrun, signal.SIGKILL)
     started.wait()
-    for _ in range(400):
-        if not ranks_of(tmp_path):
+    wait_for(lambda: not ranks_of(tmp_path), "ranks outlived their starter")
+
+
+def wait_for(condition, failure: str) -> None:
+    for _ in range(600):
+        if condition():
             return
         time.sleep(0.1)
-    raise AssertionError(f"ranks {ranks_of(tmp_path)} outlived the command")
+    raise AssertionError(failure)

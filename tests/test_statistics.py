@@ -9,7 +9,7 @@ import torch
 
 from dloop_train import config as settings
 from dloop_train.decoding import statistics
-from dloop_train.decoding.replay import Replay
+from dloop_train.decoding.replay import judge
 from dloop_train.drafters.base import DrafterConfig
 from dloop_train.phases import artifacts, report
 from dloop_train.phases.replaying import next_stage_tokens
@@ -236,7 +236,15 @@ def test_a_response_without_rounds_is_left_out_everywhere(tiny):
 
 
 def test_tokens_of_the_next_stage_are_counted_where_the_stages_before_were_whole():
-    """k = 2: accepted 1 never reaches stage 2; 2, 3 and 4 add 0, 1 and 2; a row that the text's end cut inside stage 2 says nothing."""
-    record = Replay(k=2, stages=3, length=9, max_new_tokens=9, scores=torch.zeros(6, 3), accepted=torch.tensor([1, 2, 3, 6, 3, 5]),
-                    stopped=torch.full((6,), 4), cut=torch.tensor([False, False, False, False, True, True]))
-    assert next_stage_tokens([record]) == {"tokens": (0 + 1 + 2 + 2) / 4, "positions": 4}
+    """k = 2 on a text of ten tokens: drafts that are right for 1 token never reach stage 2; for 2, 3 and 6 they add 0, 1 and 2.
+
+    From position 6 the text ends inside stage 2: right or wrong there, it says nothing.
+    """
+    text = list(range(50, 60))
+    right = [1, 2, 3, 6, 0, 0, 3, 2, 1, 0]
+    drafts = torch.tensor([[text[t + 1 + n] if n < right[t] else 99 for n in range(6)] for t in range(10)])
+    record = judge(drafts, torch.zeros(10, 3), text, k=2, max_new_tokens=10, stops=[2])
+    assert record.accepted.tolist() == right
+    assert next_stage_tokens([record]) == {"tokens": (0 + 1 + 2) / 3, "positions": 3}
+    with pytest.raises(AssertionError):
+        next_stage_tokens([record], stage=4)

@@ -13,7 +13,7 @@ from conftest import composed, make_drafter
 from teaching import counting_batch
 
 from dloop_train.data.batches import TextBatch, micro_batches, plan_epoch
-from dloop_train.drafters.losses import over_rows
+from dloop_train.drafters.losses import hits, over_rows
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
 from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
@@ -39,6 +39,11 @@ def test_supervision_ends_with_the_response():
     assert supervised(batch, torch.tensor([[1]]), 1, 2).tolist() == [[[1, 1]]]
     assert supervised(batch, torch.tensor([[1]]), 2, 2).tolist() == [[[0, 0]]]
     assert supervised(batch, torch.tensor([[6]]), 1, 3).tolist() == [[[1, 0, 0]]]
+
+
+def test_of_equal_logits_only_argmaxs_choice_is_a_hit():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0], [5.0, 3.0, 3.0], [0.0, 0.0, 0.0]], dtype=torch.bfloat16)
+    assert hits(logits, torch.tensor([1, 2, 1, 0])).tolist() == [True, False, False, True]
 
 
 def test_depths_are_uniform_and_feasible():

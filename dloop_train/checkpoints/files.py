@@ -17,6 +17,7 @@ from torch import Tensor
 import dloop_train.checkpoints as layouts
 from dloop_train.config import DATA, check
 from dloop_train.drafters.base import Drafter, DrafterConfig, DrafterShape
+from dloop_train.ranks import say
 from dloop_train.runs import write_atomic
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import TargetSpec
@@ -180,15 +181,21 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
     shape = read_shape(folder)
-    if not shape.taps:
-        shape = replace(shape, taps=unnamed_taps(target))
+    shape = tapped(shape, target, taps)
     require_fit(shape, target, taps, folder)
-    return load_drafter(folder, settings, head, dtype=dtype, taps=taps)
+    looped = settings.looped(shape)
+    if getattr(looped, "width", None) != getattr(shape, "width", None):
+        say(f"{folder}: a block of {shape.width} slots, looped with drafter.width={looped.width}")
+    return load_drafter(folder, settings, head, dtype=dtype, taps=shape.taps)
 
 
-def unnamed_taps(target: TargetSpec) -> tuple[int, int, int]:
-    """The taps that official EAGLE-3 files mean, which name none."""
-    return (1, target.num_layers // 2 - 1, target.num_layers - 4)
+def tapped(shape: DrafterShape, target: TargetSpec, taps: Sequence[int] = ()) -> DrafterShape:
+    """The shape with taps: the file's own; for official EAGLE-3 files, which name none, the three that they mean, or else the caller's."""
+    if shape.taps:
+        return shape
+    found = (1, target.num_layers // 2 - 1, target.num_layers - 4) if shape.num_taps == 3 else tuple(taps)
+    check(len(found) == shape.num_taps, f"the drafter reads {shape.num_taps} taps and names none; set drafter.taps=[...] to as many")
+    return replace(shape, taps=found)
 
 
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:

@@ -26,13 +26,13 @@ def read_shape(config: dict) -> Eagle3Shape:
                        num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
                        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
                        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"], own_lm_head=True,
-                       fc_norm=bool(config.get("fc_norm")), unnamed_taps=config.get("num_aux_hidden_states") or 3, state="raw")
+                       fc_norm=bool(config.get("fc_norm")), num_taps=config.get("num_aux_hidden_states") or 3, state="raw")
 
 
 def write_config(shape: Eagle3Shape) -> dict:
     taps = list(shape.taps)
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": shape.draft_vocab_size,
-            "target_hidden_size": shape.target_hidden_size, "num_aux_hidden_states": len(taps) or shape.unnamed_taps, "target_layer_ids": taps,
+            "target_hidden_size": shape.target_hidden_size, "num_aux_hidden_states": len(taps) or shape.num_taps, "target_layer_ids": taps,
             "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps], "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps},
             "fc_norm": shape.fc_norm, "num_target_layers": shape.num_target_layers, "num_hidden_layers": 1, "vocab_size": shape.vocab_size,
             "mlp_bias": False, "pretraining_tp": 1, "tie_word_embeddings": False, **shape.sizes.public()}

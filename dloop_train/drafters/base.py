@@ -121,7 +121,7 @@ class DrafterConfig:
         return shape
 
     def as_exported(self, section: dict) -> "DrafterConfig":
-        """These settings with the tokens per stage that an export names (its config.json and the dloop section of that)."""
+        """These settings as the dloop section of an export's config.json changes them: its own tokens per stage and form of own states."""
         return self
 
 

@@ -33,7 +33,7 @@ class BlockConfig(DrafterConfig):
     """Settings of block drafters."""
 
     width: int = 0
-    """W: slots of a pass, anchor included. 0 takes the checkpoint's own; a drafter from scratch needs it. Weights do not depend on it."""
+    """W: slots of a pass, anchor included. 0 takes the checkpoint's own, or 8 from scratch. Weights do not depend on it."""
     alignment: str = ""
     """fill_in or shifted. Required: nothing else tells them apart, and the wrong one only costs acceptance."""
     gamma: float = 4.0
@@ -51,15 +51,15 @@ class BlockConfig(DrafterConfig):
         return replace(shape, state=self.state, slot=self.slot, width=self.width or shape.width)
 
     def as_exported(self, section: dict) -> "BlockConfig":
-        return replace(self, width=0)
+        trained = {name: section[name] for name in ("state", "slot") if section.get("trained_depth_exposure") and name in section}
+        return replace(self, width=0, **trained)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> BlockShape:
-        check(self.width > 0, "drafter.width is needed for a drafter from scratch: slots of a pass, anchor included")
         head_norms = target.text_config["model_type"].startswith("qwen3")
         # The public block layouts are Qwen3's; a drafter from scratch follows them whatever its target is.
         return BlockShape(format=self.format, sizes=LayerSizes.of(target.text_config, head_norms=True if self.format else head_norms),
                           num_layers=self.layers, taps=tuple(taps), num_target_layers=target.num_layers, vocab_size=target.vocab_size,
-                          target_hidden_size=target.hidden_size, width=self.width, alignment=self.alignment,
+                          target_hidden_size=target.hidden_size, width=self.width or 8, alignment=self.alignment,
                           mask_token_id=target.mask_token_id, state=self.state, slot=self.slot)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dloop_train.drafters.block import BlockConfig, BlockDrafter, BlockShape
-from dloop_train.drafters.losses import by_slot, cross_entropy, most_likely, stage_loss
+from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss
 
@@ -35,4 +35,4 @@ class DFlash(BlockDrafter):
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(normed)
         losses = cross_entropy(logits, tokens)
-        return (weights * losses).sum(), by_slot(most_likely(logits, tokens), slots, self.k, losses)
+        return (weights * losses).sum(), by_slot(hits(logits, tokens), slots, self.k, losses)

@@ -24,8 +24,8 @@ class Eagle3Shape(ChainShape):
     """A trained lm_head over the draft vocabulary (SpecForge); otherwise a frozen copy of the target's."""
     fc_norm: bool = False
     """EAGLE-3.1: one norm a tap before fc."""
-    unnamed_taps: int = 3
-    """How many taps a file has that names none."""
+    num_taps: int = 3
+    """How many taps a file reads that names none."""
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class Eagle3(ChainDrafter):
 
     def __init__(self, shape: Eagle3Shape, head: TargetHead | None, *, k: int, decay: float):
         super().__init__(shape, head, k=k, decay=decay)
-        sizes, taps = shape.sizes, len(shape.taps) or shape.unnamed_taps
+        sizes, taps = shape.sizes, len(shape.taps) or shape.num_taps
         self.fc = nn.Linear(taps * shape.target_hidden_size, sizes.hidden_size, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden_size, sizes.rms_norm_eps) for _ in range(taps)) if shape.fc_norm else None
         layer = DecoderLayer(sizes, 2 * sizes.hidden_size)

@@ -6,7 +6,7 @@ import shutil
 import torch
 
 from dloop_train import __version__
-from dloop_train.checkpoints.files import check_export, read_config, save_drafter
+from dloop_train.checkpoints.files import SECTION, check_export, read_config, save_drafter
 from dloop_train.config import Config
 from dloop_train.phases import artifacts
 from dloop_train.phases.train import make_drafter
@@ -21,7 +21,7 @@ def run(config: Config) -> None:
     step = trained_drafter(folder / "checkpoints", drafter)
     section = dloop_section(config, drafter, step)
     out, beside = folder / "drafter", folder / "drafter.partial"
-    if (out / "config.json").is_file() and read_config(out).get("dloop") == section:
+    if (out / "config.json").is_file() and read_config(out).get(SECTION) == section:
         say(f"export: done before, {out}")
         return
     spec = load_spec(config.target)

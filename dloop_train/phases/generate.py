@@ -77,8 +77,9 @@ def answer_batch(config: Config, target, batch: list[Prompt], encoded: dict[str,
 
 def answer_greedily(config: Config, prompts: list[Prompt], encoded: dict[str, list[int]], folder: Path) -> None:
     """The validation and test responses, by the model that is evaluated: replay needs its text."""
-    target = load_target(config.target, dtype=config.evaluate.dtype)
-    for split in ("validation", "test"):
+    missing = [split for split in ("validation", "test") if not (folder / f"{split}.jsonl").is_file()]
+    target = load_target(config.target, dtype=config.evaluate.dtype) if missing else None
+    for split in missing:
         chosen = spread([prompt for prompt in prompts if prompt.split == split], config.generate.greedy_prompts)
         answer_split(config, target, chosen, encoded, folder / f"{split}.jsonl")
 

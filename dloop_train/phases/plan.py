@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dloop_train.checkpoints.files import read_shape, require_fit
+from dloop_train.checkpoints.files import read_shape, require_fit, tapped
 from dloop_train.config import DATA, Config, TargetConfig, check
 from dloop_train.data.prompts import JsonLines, PerfectBlend
 from dloop_train.drafters.base import Drafter, linear_flops
@@ -176,7 +176,7 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
         folder = local_drafter(config)
         if folder is None:
             return None
-        shape = settings.looped(read_shape(folder))
+        shape = tapped(settings.looped(read_shape(folder)), spec, taps)
         require_fit(shape, spec, taps, folder)
     with torch.device("meta"):
         return settings.build(shape, None)

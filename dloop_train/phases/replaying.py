@@ -32,13 +32,14 @@ def full_acceptance(walks: Sequence[Sequence[Round]], k: int, stages: int) -> li
 
 
 def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
-    """Tokens accepted from one stage where all those before it were accepted whole, and from how many positions that is.
+    """Tokens accepted from one stage where all those before it were accepted whole, and at how many positions that is.
 
-    Rows that the end of the text cut within the stage are left out.
+    Positions from which the text does not reach the end of the stage are left out, whatever was drafted there.
     """
+    assert all(stage <= record.stages for record in records), "replay drafted fewer stages than are asked about"
     before = stage - 1
-    tokens = [min(int(accepted) - before * r.k, r.k) for r in records for accepted, cut in zip(r.accepted, r.cut, strict=True)
-              if accepted >= before * r.k and (accepted >= stage * r.k or not cut)]
+    tokens = [min(accepted - before * r.k, r.k) for r in records for t, accepted in enumerate(r.accepted.tolist())
+              if accepted >= before * r.k and t + stage * r.k < r.length]
     return {"tokens": sum(tokens) / max(len(tokens), 1), "positions": len(tokens)}
 
 

@@ -75,10 +75,10 @@ def run(config: Config) -> None:
     report = summarise(config, results)
     text, path = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), folder / "report.json"
     changed = not path.is_file() or path.read_text(encoding="utf-8") != text
-    write_atomic(path, text)
     write_atomic(folder / "report.html", page(report, exhibits(results, report)))
     if changed:
         log_table(folder, config.wandb, name=config.name, rows=table_rows(report), summary=wandb_summary(report))
+    write_atomic(path, text)  # last: it also says that the table was logged
     print(table(table_rows(report)))
     print(headline(report))
     print(losslessness(report))
@@ -102,6 +102,7 @@ def read_results(folder: Path) -> Results:
     rows = {setting["label"]: read_jsonl(required(evaluation / setting["rounds"])) for setting in settings}
     for label, found in rows.items():
         check(bool(found), f"{evaluation} holds no responses for setting {label!r}; rerun phases=[evaluate]")
+        check("parting_gap" in found[0], f"{evaluation} was written by an earlier version; delete it and rerun phases=[evaluate,report]")
         statistics.require_same_prompts(found, rows[settings[0]["label"]])
     without_round = {row["id"] for found in rows.values() for row in found if not row["rounds"]}
     rows = {label: [row for row in found if row["id"] not in without_round] for label, found in rows.items()}
@@ -223,7 +224,7 @@ def losslessness(report: dict) -> str:
     gaps = [one["parting_gap"] for one in report["settings"] if one["parting_gap"] is not None]
     if not gaps:
         return "every text is plain decoding's"
-    return (f"where a text parts from plain decoding's, the target's {report['run']['dtype']} logits of the two tokens are at most {max(gaps):.3g} apart")
+    return f"where a text parts from plain decoding's, the target's logits of the two tokens are at most {max(gaps):.1f} {report['run']['dtype']} roundings apart"
 
 
 def headline(report: dict) -> str:

@@ -20,6 +20,20 @@ class TargetOutput:
     last_hidden: Tensor  # [B, T, D] after the final norm
 
 
+class Tapped:
+    """What the layers' hooks write to. They hold this and not the target, so that a target's memory goes with its last reference."""
+
+    def __init__(self):
+        self.wanted: tuple[int, ...] = ()
+        self.outputs: dict[int, Tensor] = {}
+
+    def recorder(self, index: int):
+        def record(module, args, output):
+            if index in self.wanted:
+                self.outputs[index] = output[0] if isinstance(output, tuple) else output
+        return record
+
+
 class Target:
     """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec."""
 
@@ -32,16 +46,9 @@ class Target:
         # The name of the argument moved within the tested range of transformers.
         parameters = inspect.signature(self.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._tapped: dict[int, Tensor] = {}
+        self._tapped = Tapped()
         for index, layer in enumerate(self.backbone.layers):
-            layer.register_forward_hook(self._recorder(index))
-        self._wanted: tuple[int, ...] = ()
-
-    def _recorder(self, index: int):
-        def record(module, args, output):
-            if index in self._wanted:
-                self._tapped[index] = output[0] if isinstance(output, tuple) else output
-        return record
+            layer.register_forward_hook(self._tapped.recorder(index))
 
     @property
     def device(self) -> torch.device:
@@ -62,13 +69,13 @@ class Target:
         mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` picks rows of T.
         """
         self.require_taps(taps)
-        self._wanted = tuple(taps)
+        self._tapped.wanted = tuple(taps)
         arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
         last_hidden = self.backbone(**arguments).last_hidden_state
-        features = torch.cat([self._tapped[tap] for tap in taps], dim=-1) if taps else None
-        self._tapped.clear()
+        features = torch.cat([self._tapped.outputs[tap] for tap in taps], dim=-1) if taps else None
+        self._tapped.outputs.clear()
         return TargetOutput(None if logits is None else self.head(last_hidden[:, logits]), features, last_hidden)
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from dloop_train.checkpoints.files import load_drafter, locate_drafter
-from dloop_train.config import from_hydra
+from dloop_train.config import check, from_hydra
 from dloop_train.data.responses import read_responses
 from dloop_train.decoding.gates import Never
 from dloop_train.decoding.replay import walk_gate
@@ -25,12 +25,14 @@ def main(run: Path, drafter: str | None) -> None:
     config = from_hydra(OmegaConf.load(run / "config.yaml"))
     target = load_target(config.target, dtype=config.evaluate.dtype)
     responses = read_responses(artifacts.responses(config).folder, "validation")
+    check(config.drafter.kind == "block", "a chain has one form of own states: the one that it feeds back")
+    check(bool(drafter) or config.drafter.init != "scratch", "this run started from scratch; name a drafter's folder behind it")
     folder = locate_drafter(drafter or config.drafter.init, config.drafter.revision)
-    slots = ("own", "next") if getattr(config.drafter, "alignment", "") == "fill_in" else ("own",)
+    slots = ("own", "next") if config.drafter.alignment == "fill_in" else ("own",)
     print(f"{folder} on {len(responses)} validation responses")
     for state in ("context_norm", "post_norm", "raw"):
         for slot in slots:
-            settings = replace(config.drafter, state=state, slot=slot)
+            settings = replace(config.drafter.as_exported({}), state=state, slot=slot)
             looped = load_drafter(folder, settings, TargetHead.of(target), dtype=target.dtype, taps=artifacts.taps(config)).eval()
             records = replay_all(target, looped, responses, max_stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
             second = next_stage_tokens(records)

@@ -1,6 +1,7 @@
 """Turn a trained run into a starter: its export without the target's own rows, and where it came from.
 
-    python -m dloop_train +experiment=starter drafter=dflash
+    python -m dloop_train +experiment=starter drafter.width=4 phases=[generate,cache,train]
+    python -m dloop_train +experiment=starter drafter.width=2 phases=[export]
     python data/make_starter.py artifacts/runs/starter-dflash data/starters/dflash_smollm2_135m
 """
 
@@ -27,14 +28,20 @@ def main(run: Path, out: Path) -> None:
     size = (out / "model.safetensors").stat().st_size
     if size > LIMIT:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
-    composed = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    composed, trained = OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), json.loads((run / "training.json").read_text())
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    command = f"python -m dloop_train +experiment=starter drafter={layout_of(config, run).FAMILY} train.steps={composed['train']['steps']}"
-    provenance = {"command": command, "bytes": size,
-                  "settings": {key: composed[key] for key in ("drafter", "train", "generate", "prompts")},
+    provenance = {"commands": commands(trained, config["dloop"]["tokens_per_stage"]), "bytes": size,
+                  "settings": {**{key: trained[key] for key in ("drafter", "train")}, **{key: composed[key] for key in ("generate", "prompts")}},
                   "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
                   "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}
     (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
+
+
+def commands(trained: dict, tokens_per_stage: int) -> list[str]:
+    """How the run was made: trained with some tokens per stage, exported with the pair's."""
+    family, (key, learnt) = trained["drafter"]["family"], next((key, trained["drafter"][key]) for key in ("width", "tokens_per_stage") if key in trained["drafter"])
+    command = f"python -m dloop_train +experiment=starter drafter={family} drafter.{key}="
+    return [f"{command}{learnt} train.steps={trained['train']['steps']} phases=[generate,cache,train]", f"{command}{tokens_per_stage} phases=[export]"]
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class TrainConfig:
     keep: int = 2
     log_every: int = 10
     validate_every: int = 0
-    """Replay on validation prompts every so many steps; 0 is only at the end."""
+    """Replay on validation prompts every so many steps; 0 is only before the first and after the last."""
     validate_prompts: int = 16
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""

@@ -99,8 +99,9 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
                           ha="center", fontweight="bold", color=colour[drafter])
             axes.margins(x=0.12, y=0.25)
         grid[0, number].set_title(drafter, color=colour[drafter])
-        grid[1, number].set_xlabel("gate threshold g (log-probability)")
-        grid[1, number].set_xticks(apart(thresholds), [f"{threshold:g}" for threshold in apart(thresholds)])
+        ticks = apart(thresholds, 0.08 * len(replay))
+        grid[1, number].set_xticks(ticks, [f"{threshold:g}" for threshold in ticks])
+    figure.supxlabel("gate threshold g (log-probability)", fontsize=10)
     grid[0, 0].set_ylabel("predicted tokens/s")
     grid[1, 0].set_ylabel("tau (tokens per verification)")
     return figure
@@ -108,7 +109,7 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
 
 def calibration_figure(calibrations: dict[str, list[dict]], thresholds: dict[str, float], colour: dict[str, str]) -> Figure:
     """Observed full acceptance against exp(score), a panel for each stage. Values: statistics.calibration, stage by stage."""
-    stages = sorted({one["stage"] for rows in calibrations.values() for one in rows})[:3]
+    stages = sorted({one["stage"] for rows in calibrations.values() for one in rows if one["stage"] == 1 or tested(one)})[:3]
     figure, grid = panels(1, len(stages), height=4.2, sharey=True)
     for axes, stage in zip(flat(grid), stages, strict=True):
         axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1.2, zorder=0)
@@ -116,14 +117,13 @@ def calibration_figure(calibrations: dict[str, list[dict]], thresholds: dict[str
             axes.axvline(np.exp(threshold), color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
             axes.annotate(f"g = {threshold:g}", (np.exp(threshold), 1.03), ha="right", fontsize=9,
                           xytext=(-3, 0), textcoords="offset points")
-        listed = [(label, one) for label, rows in calibrations.items() for one in rows if one["stage"] == stage and one["rounds"]]
+        listed = [(label, one) for label, rows in calibrations.items() for one in rows if one["stage"] == stage and tested(one)]
         for line, (label, one) in enumerate(reversed(listed)):
             points = [point for point in one["bins"] if point["rounds"] >= FEWEST]
             at, observed = [point["probability"] for point in points], [point["full"] for point in points]
             axes.plot(at, observed, color=colour[label], linewidth=1.6)
             axes.scatter(at, observed, color=colour[label], zorder=3, s=[12 + 120 * point["rounds"] / one["rounds"] for point in points])
-            area = "-" if one["auroc"] is None else f"{one['auroc']:.2f}"
-            axes.annotate(f"{label}: AUROC {area}", (0, 1), xycoords="axes fraction", xytext=(4, 4 + 13 * line), textcoords="offset points",
+            axes.annotate(f"{label}: AUROC {one['auroc']:.2f}", (0, 1), xycoords="axes fraction", xytext=(4, 4 + 13 * line), textcoords="offset points",
                           fontsize=9, color=colour[label])
         axes.set_xlim(0, 1.03)
         axes.set_ylim(0, 1.12)
@@ -132,6 +132,11 @@ def calibration_figure(calibrations: dict[str, list[dict]], thresholds: dict[str
     figure.supxlabel("exp(score): the probability that the drafter gives to its own block", fontsize=10)
     flat(grid)[0].set_ylabel("share of blocks fully accepted")
     return figure
+
+
+def tested(calibration: dict) -> bool:
+    """Whether enough rounds tested this stage, with blocks of both fates, to speak of its score."""
+    return calibration["rounds"] >= FEWEST and calibration["auroc"] is not None
 
 
 def training_figure(metrics: list[dict], validation: list[dict]) -> Figure:

@@ -90,8 +90,10 @@ class Trainer:
         self.step = self.resume()
 
     def train(self, validate: Callable[[int, Drafter], dict] | None = None) -> None:
-        """Run the remaining steps. `validate` is called every validate_every steps and at the end, on the first rank."""
+        """Run the remaining steps. `validate` is called before the first, every validate_every steps and at the end, on the first rank."""
         total = self.plan.steps
+        if validate is not None and self.step == 0:
+            self.validate(validate)
         started, seen = time.perf_counter(), 0
         with ThreadPoolExecutor(1) as ahead, tqdm(total=total, initial=self.step, unit="step", desc="train", disable=rank() != 0) as bar:
             waiting = ahead.submit(self.load, self.step)

@@ -12,9 +12,12 @@ import torch
 from conftest import composed, make_drafter
 from teaching import counting_batch
 
+from dloop_train.config import LogConfig
 from dloop_train.data.batches import TextBatch, micro_batches, plan_epoch
 from dloop_train.drafters.losses import hits, over_rows
+from dloop_train.runs import read_jsonl
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
+from dloop_train.training.metrics import MetricLog
 from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
 
@@ -207,6 +210,18 @@ def test_two_ranks_equal_one(uninterrupted):
     two = train(root, "phases=[train]", "train.steps=6", "name=two", "train.processes=2")
     for a, b in zip(numbers(two), numbers(whole), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_a_resumed_log_holds_each_step_once(tmp_path):
+    """Rows past the checkpoint go; a training that begins anew, validation at step 0 included, keeps nothing."""
+    def steps(start, *new):
+        log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start)
+        for step in new:
+            log.validation(step, {"tau": 1.0})
+        return [row["step"] for row in read_jsonl(tmp_path / "validation.jsonl")]
+    assert steps(0, 0, 3, 6) == [0, 3, 6]
+    assert steps(3, 6) == [0, 3, 6]
+    assert steps(0, 0) == [0]
 
 
 def test_changed_settings_are_refused(uninterrupted):

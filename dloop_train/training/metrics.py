@@ -33,7 +33,7 @@ class MetricLog:
             return
         for file in ("metrics.jsonl", "validation.jsonl"):
             path = folder / file
-            rows = [row for row in read_jsonl(path) if row["step"] <= start] if path.is_file() else []
+            rows = [row for row in read_jsonl(path) if row["step"] <= start] if start and path.is_file() else []  # a start at 0 validates again
             write_jsonl(path, rows)
         self.run = start_wandb(folder, settings, name=name, config=config)
 

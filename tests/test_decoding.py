@@ -9,7 +9,7 @@ from teaching import counting_prompts, taught_drafter
 
 from dloop_train.config import CONF, build, option
 from dloop_train.decoding.costs import Costs
-from dloop_train.decoding.gates import Always, DLoop, Gate, Never
+from dloop_train.decoding.gates import Always, DLoop, Gate, Never, log_probability
 from dloop_train.decoding.loop import clip, decode
 from dloop_train.decoding.replay import replay, walk_gate, walk_oracle
 from dloop_train.phases.evaluate import parting_gap
@@ -17,7 +17,8 @@ from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
 LENGTH = 40
-GATES = [Never(), Always(max_stages=2), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g in (-0.05, -0.5, -5.0) for cap in (2, 4))]
+GATES = [Never(), Always(max_stages=2), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g in (-0.05, -0.5, -5.0) for cap in (2, 4)),
+         DLoop(threshold=-0.5, max_stages=4, temperature=0.5)]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,19 @@ def test_replay_is_live(gate, variant, taught, taught_target):
     drafter = taught[variant]
     for prompt in counting_prompts(3).tolist():
         text, live = run(taught_target, drafter, gate, prompt)
-        record = replay(taught_target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH, branches=7)
+        record = replay(taught_target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH, temperature=gate.temperature, branches=7)
         walked = walk_gate(record, gate)
         assert [(r.stages, r.drafted, r.emitted) for r in walked] == [(r.stages, r.drafted, r.emitted) for r in live]
         assert [r.accepted for r in walked][:-1] == [r.accepted for r in live][:-1]  # live sees past the end of the text in the last round
         for a, b in zip(walked, live, strict=True):
             if gate.needs_scores:
                 assert a.scores == pytest.approx(b.scores, abs=1e-4)
+
+
+def test_log_probabilities_are_those_of_the_tempered_softmax():
+    logits = torch.randn(3, 11, dtype=torch.float64)
+    for temperature in (0.5, 1.0, 2.0):
+        torch.testing.assert_close(log_probability(logits, temperature), torch.log_softmax(logits.float() / temperature, dim=-1).amax(-1))
 
 
 def test_stop_tokens_end_a_round_alike(taught, taught_target):

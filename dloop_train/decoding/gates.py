@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from dloop_train.config import check
+
+
+def log_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """fp32 log-probability of the most likely token of each row: the paper's l_i, untempered unless asked. [..., V] -> [...]"""
+    precise = logits.float() / temperature
+    return precise.amax(-1) - torch.logsumexp(precise, dim=-1)
 
 
 @dataclass(kw_only=True)
@@ -12,11 +21,14 @@ class Gate:
 
     max_stages: int = 16
     """Safety cap on the stages of a round."""
+    temperature: float = 1.0
+    """An ablation: log-probabilities of the drafter's logits divided by this. The decoding temperature does not enter."""
 
     needs_scores = True
 
     def __post_init__(self):
         check(self.max_stages >= 1, f"gate.max_stages must be positive, got {self.max_stages}")
+        check(self.temperature > 0, f"gate.temperature must be positive, got {self.temperature}")
 
     def more(self, scores: Sequence[float]) -> bool:
         """Draft another stage? `scores` holds the summed log-probability of each stage's tokens so far, newest last."""

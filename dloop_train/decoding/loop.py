@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dloop_train.config import check
-from dloop_train.decoding.gates import Gate
+from dloop_train.decoding.gates import Gate, log_probability
 from dloop_train.decoding.rules import accept_greedy
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
@@ -103,7 +103,7 @@ def draft_round(drafter: Drafter | None, gate: Gate, state: DraftState | None, a
         drafted += stage.tokens
         state, anchor = stage.state, stage.tokens[-1]
         clock.charge("draft_more" if scores else "draft_first")
-        scores.append(score(stage.logits) if gate.needs_scores else 0.0)
+        scores.append(float(log_probability(stage.logits, gate.temperature).sum()) if gate.needs_scores else 0.0)
         more = gate.more(scores)
         clock.charge("gate")
         if not more or stops.intersection(stage.tokens) or len(drafted) + drafter.k > left:
@@ -124,11 +124,6 @@ def draft_stage(drafter: Drafter, state: DraftState, anchor: int) -> Drafted:
         return Drafted(stage.tokens[0, 0].tolist(), torch.cat(passes), stage.state)
     logits = drafter.logits(stage.hidden[:, :, stage.predicts])[0, 0]
     return Drafted(drafter.token_ids(logits.argmax(-1)).tolist(), logits, stage.state)
-
-
-def score(logits: Tensor) -> float:
-    """Summed log-probability, in fp32, of the most likely token of each row. [k, V] -> float"""
-    return float((logits.amax(-1).float() - torch.logsumexp(logits.float(), dim=-1)).sum())
 
 
 def clip(tokens: list[int], stops: set[int], left: int) -> list[int]:

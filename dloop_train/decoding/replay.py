@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dloop_train.decoding.gates import Gate
+from dloop_train.decoding.gates import Gate, log_probability
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
 from dloop_train.types import Context, Round
@@ -29,8 +29,11 @@ class Replay:
 
 @torch.inference_mode()
 def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int], *, max_stages: int, max_new_tokens: int,
-           branches: int = 64) -> Replay:
-    """Draft `max_stages` stages from every position of a greedy response; only the target's features are teacher-forced."""
+           temperature: float = 1.0, branches: int = 64) -> Replay:
+    """Draft `max_stages` stages from every position of a greedy response; only the target's features are teacher-forced.
+
+    Scores are those of a gate of this temperature.
+    """
     device = target.device
     text = torch.tensor([[*prompt, *response]], device=device)
     features = target.read(text, taps=drafter.shape.taps).features
@@ -39,26 +42,26 @@ def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Se
     tokens, scores = [], []
     for start in range(0, len(response), branches):
         origins = torch.arange(len(prompt) + start, len(prompt) + min(start + branches, len(response)), device=device)[None]
-        drafted, scored = draft_all(drafter, drafter.open(kv, projected, 0, origins), text.gather(1, origins), max_stages)
+        drafted, scored = draft_all(drafter, drafter.open(kv, projected, 0, origins), text.gather(1, origins), max_stages, temperature)
         tokens.append(drafted)
         scores.append(scored)
     return judge(torch.cat(tokens).cpu(), torch.cat(scores).cpu(), list(response), k=drafter.k, max_new_tokens=max_new_tokens, stops=target.spec.stop_ids)
 
 
-def draft_all(drafter: Drafter, state, anchors: Tensor, max_stages: int) -> tuple[Tensor, Tensor]:
+def draft_all(drafter: Drafter, state, anchors: Tensor, max_stages: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Tokens [M, S k] and stage scores [M, S] of all branches, each following its own drafts."""
     tokens, scores = [], []
     for _ in range(max_stages):
         logprobs: list[Tensor] = []
 
         def most_likely(step: int, hidden: Tensor, logprobs=logprobs) -> Tensor:
-            chosen, logprob = most_likely_of(drafter, hidden)
+            chosen, logprob = most_likely_of(drafter, hidden, temperature)
             logprobs.append(logprob)
             return chosen
 
         stage = drafter.stage(state, anchors, most_likely)
         if stage.tokens is None:
-            chosen, logprob = most_likely_of(drafter, stage.hidden[:, :, stage.predicts])
+            chosen, logprob = most_likely_of(drafter, stage.hidden[:, :, stage.predicts], temperature)
             scores.append(logprob.sum(-1)[0])
         else:
             chosen = stage.tokens
@@ -68,10 +71,10 @@ def draft_all(drafter: Drafter, state, anchors: Tensor, max_stages: int) -> tupl
     return torch.cat(tokens, dim=-1), torch.stack(scores, dim=-1)
 
 
-def most_likely_of(drafter: Drafter, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def most_likely_of(drafter: Drafter, hidden: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Most likely tokens (target ids) and their fp32 log-probabilities. [..., D] -> [...] twice"""
     logits = drafter.logits(hidden)
-    return drafter.token_ids(logits.argmax(-1)), logits.amax(-1).float() - torch.logsumexp(logits.float(), dim=-1)
+    return drafter.token_ids(logits.argmax(-1)), log_probability(logits, temperature)
 
 
 def judge(tokens: Tensor, scores: Tensor, response: list[int], *, k: int, max_new_tokens: int, stops: Sequence[int]) -> Replay:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
 from dloop_train.config import Config, check
 from dloop_train.data.responses import Response, read_responses
-from dloop_train.decoding.costs import measure_costs, warm_up
+from dloop_train.decoding.costs import Costs, measure_costs, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.drafters.base import Drafter
@@ -79,7 +79,7 @@ def settings_of(config: Config, labels: list[str]) -> list[Setting]:
     for label in labels:
         settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, config.gate)]
     for threshold in config.evaluate.live_thresholds:
-        settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages)))
+        settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
     return settings
 
 
@@ -151,16 +151,21 @@ def decode_one(config: Config, target: Target, drafter: Drafter | None, setting:
 def replay_settings(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], responses: list[Response]) -> None:
     """Costs and threshold sweeps per drafter, on test responses and, for choosing, on validation responses."""
     validation = read_responses(artifacts.responses(config).folder, "validation")[:config.train.validate_prompts]
-    stages, limit = config.evaluate.replay_stages, config.generate.greedy_max_new_tokens
     longest = max(responses, key=lambda r: len(r.response_ids)).prompt_ids
     swept, costs, by_shape = {}, {}, {}
     for label, drafter in tqdm(drafters.items(), desc="replay", unit="drafter"):
         shape = repr((drafter.shape, drafter.k))  # what time depends on: drafters that differ in weights alone share a table, and the machine's mood with it
         if shape not in by_shape:
-            by_shape[shape] = measure_costs(target, drafter, longest, stages=min(3, stages))
+            by_shape[shape] = measure_costs(target, drafter, longest, stages=min(3, config.evaluate.replay_stages))
         costs[label] = by_shape[shape]
-        swept[label] = sweep(replay_all(target, drafter, responses, max_stages=stages, max_new_tokens=limit), config.evaluate.thresholds, costs[label], drafter.k, stages)
-        swept[label]["validation"] = sweep(replay_all(target, drafter, validation, max_stages=stages, max_new_tokens=limit), config.evaluate.thresholds,
-                                           costs[label], drafter.k, stages) if validation else None
+        swept[label] = sweep_on(config, target, drafter, costs[label], responses) | {
+            "validation": sweep_on(config, target, drafter, costs[label], validation) if validation else None}
     write_atomic(folder / "replay.json", json.dumps(swept, indent=1))
     write_atomic(folder / "costs.json", json.dumps({label: cost.row() for label, cost in costs.items()}, indent=1))
+
+
+def sweep_on(config: Config, target: Target, drafter: Drafter, costs: Costs, responses: list[Response]) -> dict:
+    """Thresholds simulated on what the drafter would draft from every position of these responses."""
+    records = replay_all(target, drafter, responses, max_stages=config.evaluate.replay_stages, max_new_tokens=config.generate.greedy_max_new_tokens,
+                         temperature=config.gate.temperature)
+    return sweep(records, config.evaluate.thresholds, costs, drafter.k, config.evaluate.replay_stages)

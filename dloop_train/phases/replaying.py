@@ -11,8 +11,9 @@ from dloop_train.targets.target import Target
 from dloop_train.types import Round
 
 
-def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], *, max_stages: int, max_new_tokens: int) -> list[Replay]:
-    return [replay(target, drafter, r.prompt_ids, r.response_ids, max_stages=max_stages, max_new_tokens=max_new_tokens)
+def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], *, max_stages: int, max_new_tokens: int,
+               temperature: float = 1.0) -> list[Replay]:
+    return [replay(target, drafter, r.prompt_ids, r.response_ids, max_stages=max_stages, max_new_tokens=max_new_tokens, temperature=temperature)
             for r in responses if len(r.response_ids) > 1]
 
 
@@ -50,7 +51,7 @@ def summary_of_replay(target: Target, drafter: Drafter, responses: Sequence[Resp
     training = drafter.training
     drafter.eval()
     longest = max(len(response.response_ids) for response in responses)
-    records = replay_all(target, drafter, responses, max_stages=max_stages, max_new_tokens=longest)
+    records = replay_all(target, drafter, responses, max_stages=max_stages, max_new_tokens=longest, temperature=gate.temperature)
     drafter.train(training)
     walks = {"s1": [walk_gate(r, Never()) for r in records], "gated": [walk_gate(r, gate) for r in records], "oracle": [walk_oracle(r) for r in records]}
     summary = {f"tau_{name}": tau_of(rounds) for name, rounds in walks.items()}

@@ -1,13 +1,14 @@
 """Checkpoints: what does not fit is named, and nothing is loaded by halves."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import TAPS, make_drafter
 from safetensors.torch import load_file, save_file
 
-from dloop_train.checkpoints.files import create_drafter, load_drafter, save_drafter
+from dloop_train.checkpoints.files import create_drafter, load_drafter, save_drafter, tapped
 from dloop_train.drafters.base import read_rope
 from dloop_train.drafters.dflash import DFlashConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
@@ -147,3 +148,14 @@ def test_official_eagle3_files_may_leave_out_rope_theta_and_hold_empty_maps(tiny
     again = load(tmp_path, tiny_target, settings)
     assert again.shape.sizes.rope_theta == 10000.0 and again.d2t is None
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_taps_that_a_file_does_not_name_are_the_layouts_three_or_the_callers(tiny_target):
+    shape = Eagle3Config(tokens_per_stage=3).shape(tiny_target.spec, TAPS)
+    deep = replace(tiny_target.spec, num_layers=36)
+    assert tapped(shape, deep).taps == tuple(TAPS)
+    assert tapped(replace(shape, taps=()), deep).taps == (1, 17, 32)
+    five = replace(shape, taps=(), num_taps=5)
+    assert tapped(five, deep, [1, 9, 17, 25, 33]).taps == (1, 9, 17, 25, 33)
+    with pytest.raises(ValueError, match="reads 5 taps and names none"):
+        tapped(five, deep, [1, 17, 32])

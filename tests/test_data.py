@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import composed, tiny_config
 from safetensors.torch import load_file, save_file
 
 from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import JsonLines, PerfectBlend, split_of
 from dloop_train.data.store import FeatureStore, index_of, plan_shards, shard_file, write_shard
+from dloop_train.phases import generate
 from dloop_train.runs import Artifact, require_same, write_atomic
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
@@ -114,6 +115,14 @@ def test_a_targets_memory_goes_with_its_last_reference():
         assert model() is None
     finally:
         gc.enable()
+
+
+def test_a_finished_split_is_not_answered_again(tmp_path, monkeypatch):
+    """Going on after a kill: the target is not even loaded where both splits are there."""
+    for split in ("validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("")
+    monkeypatch.setattr(generate, "load_target", lambda *_, **__: pytest.fail("the target was loaded for nothing"))
+    generate.answer_greedily(composed("+drafter=dflash", "+target=tiny"), [], {}, tmp_path)
 
 
 def test_batched_answers_do_not_depend_on_the_batch(tiny_target):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import composed, tiny_config
 from safetensors.torch import load_file, save_file
+from tokenizers import processors
 
 from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
 from dloop_train.data.chat import prompt_ids
@@ -65,8 +66,10 @@ def test_split_depends_on_the_id_alone():
 
 
 def test_chat_renders_once_and_doubles_no_bos():
-    """The template writes the special tokens; none is added again."""
+    """The template writes the special tokens; a tokenizer that would add its BOS to every text, as Llama's does, adds none."""
     tokenizer = byte_tokenizer(2)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 1)])
+    assert tokenizer("x")["input_ids"][0] == 1
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "hi"}], tiny_config())
     assert tokenizer.decode(ids) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert ids.count(1) == 2

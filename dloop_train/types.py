@@ -3,6 +3,7 @@
     B  sequences of a batch          T  tokens of a sequence        L  tapped target layers
     N  branches: in training and replay the origins of a sequence, in decoding the round being drafted
     D  hidden size                   V  vocabulary                  H  heads, G key/value heads, E head size
+    F  width of a feature row: L * D for taps, other layouts in Reads
     W  slots of one drafter pass     k  tokens drafted per stage    P  tokens a branch has drafted so far
     R  rows picked out of [B, N, k]
 """
@@ -10,6 +11,34 @@
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Which of the target's states a drafter reads. A feature row holds them side by side, in this order."""
+
+    taps: tuple[int, ...] = ()
+    """Outputs of these decoder layers."""
+    shared_kv: bool = False
+    """Keys and values, behind their norms and RoPE, of the target's last sliding layer and of its last full one."""
+    last_hidden: bool = False
+    """What the lm_head reads (after the final norm)."""
+
+    def width(self, target: "TargetSpec") -> int:
+        """Numbers in a feature row."""
+        shared = sum(2 * layer.groups * layer.size for layer in target.shared_kv) if self.shared_kv else 0
+        return (len(self.taps) + self.last_hidden) * target.hidden_size + shared
+
+
+@dataclass(frozen=True)
+class SharedKV:
+    """A target layer whose keys and values a drafter attends to."""
+
+    layer: int
+    groups: int
+    size: int
+    window: int | None
+    """Tokens that a query sees, itself included; None in a layer of full attention."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +54,12 @@ class TargetSpec:
     stop_ids: tuple[int, ...]
     text_config: dict
     """The target's own text config as plain values; a drafter from scratch takes its layer sizes from it."""
+    shared_kv: tuple[SharedKV, ...] = ()
+    """The last sliding and the last full layer; the last full layer twice where no layer slides."""
+    embed_scale: float = 1.0
+    """Gemma multiplies its embeddings by sqrt(D)."""
+    softcap: float | None = None
+    """Gemma's final logits are softcap * tanh(logits / softcap)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +69,7 @@ class Sample:
     id: str
     tokens: Tensor  # [T] int64
     loss_mask: Tensor  # [T] bool, true on the response and its end token
-    features: Tensor  # [T, L*D] outputs of the tapped layers
+    features: Tensor  # [T, F] the states that the drafter reads
     last_hidden: Tensor  # [T, D] what the target's lm_head reads (after the final norm)
 
 
@@ -43,7 +78,7 @@ class Context:
     """What a drafter may read of the target: rows [start, start + T) of the text."""
 
     tokens: Tensor  # [B, T + 1] ids of these positions and of the one after them (a chain pairs row p with token p + 1)
-    features: Tensor  # [B, T, L*D]
+    features: Tensor  # [B, T, F]
     start: int = 0
 
 

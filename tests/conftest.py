@@ -16,6 +16,7 @@ from dloop_train.drafters.base import DrafterConfig
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import load_target
 from dloop_train.targets.target import Target
+from dloop_train.types import Reads
 
 torch.set_num_threads(1)
 
@@ -42,7 +43,7 @@ def composed(*overrides: str):
 
 
 def tiny_config(**changes) -> TargetConfig:
-    return build(option("target", "tiny") | changes, TargetConfig, "target")
+    return build(option("target", "tiny_llama") | changes, TargetConfig, "target")
 
 
 @pytest.fixture(scope="session")
@@ -102,5 +103,5 @@ def text(tiny_target):
     """Random ids and the target's features on them: tokens [2, 25] and features [2, 24, 3 D]."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(60, 240, (2, 25), generator=generator)
-    output = tiny_target.read(tokens[:, :-1], taps=TAPS)
+    output = tiny_target.read(tokens[:, :-1], reads=Reads(taps=tuple(TAPS)))
     return tokens, output.features.clone(), output.last_hidden.clone()

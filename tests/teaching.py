@@ -6,6 +6,7 @@ from conftest import TAPS, make_drafter
 from dloop_train.data.batches import TextBatch
 from dloop_train.training.anchors import draw_origins
 from dloop_train.training.unroll import Terms, Unroll
+from dloop_train.types import Reads
 
 COUNTING = 70  # the taught target counts in ids 70..95
 
@@ -18,7 +19,7 @@ def counting_prompts(count, length=6):
 
 def counting_batch(target, count=12, length=32):
     tokens = counting_prompts(count, length)
-    output = target.read(tokens, taps=TAPS)
+    output = target.read(tokens, reads=Reads(taps=tuple(TAPS)))
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, :4] = False
     return TextBatch(tuple(map(str, range(count))), tokens, mask, output.features.clone(), output.last_hidden.clone())

@@ -87,7 +87,7 @@ def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
     """generate -> cache -> evaluate's responses, and serving, on the tiny target speaking through this target's template."""
     monkeypatch.setattr(bytes_tokenizer, "TEMPLATE", RESTATED[target])
     thinking = config_of(target).thinking
-    config = composed("+drafter=dflash", "+target=tiny", f"root={tmp_path}", f"target.thinking={'null' if thinking is None else str(thinking).lower()}",
+    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", f"target.thinking={'null' if thinking is None else str(thinking).lower()}",
                       "prompts.limit=6", "generate.max_new_tokens=4", "generate.greedy_max_new_tokens=4", "generate.greedy_prompts=3", "drafter.alignment=shifted")
     generate.run(config)
     cache.run(config)

@@ -21,7 +21,7 @@ from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
 from dloop_train.targets.sources import load_target
 from dloop_train.targets.target import require_taps
-from dloop_train.types import Sample
+from dloop_train.types import Reads, Sample
 
 
 def lines(path, rows):
@@ -96,12 +96,12 @@ def test_last_layer_is_refused_as_a_tap(tiny_target):
     with pytest.raises(ValueError, match="after the final norm"):
         require_taps([4], tiny_target.spec)
     with pytest.raises(ValueError, match="no such layer"):
-        tiny_target.read(torch.tensor([[5]]), taps=[7])
+        tiny_target.read(torch.tensor([[5]]), reads=Reads(taps=(7,)))
 
 
 def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
     tokens = torch.arange(60, 72)[None]
-    output = tiny_target.read(tokens, taps=[0, 3])
+    output = tiny_target.read(tokens, reads=Reads(taps=(0, 3)))
     hidden = tiny_target.model(input_ids=tokens, output_hidden_states=True).hidden_states
     assert torch.equal(output.features, torch.cat([hidden[1], hidden[4]], dim=-1))
     assert torch.equal(output.last_hidden, hidden[-1])
@@ -110,7 +110,7 @@ def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
 def test_a_targets_memory_goes_with_its_last_reference():
     """No cycle through the hooks: a phase that loads a second target must not hold two."""
     target = load_target(tiny_config(), device="cpu")
-    target.read(torch.tensor([[60, 61]]), taps=[0])
+    target.read(torch.tensor([[60, 61]]), reads=Reads(taps=(0,)))
     model = weakref.ref(target.model)
     gc.disable()
     try:
@@ -125,7 +125,7 @@ def test_a_finished_split_is_not_answered_again(tmp_path, monkeypatch):
     for split in ("validation", "test"):
         (tmp_path / f"{split}.jsonl").write_text("")
     monkeypatch.setattr(generate, "load_target", lambda *_, **__: pytest.fail("the target was loaded for nothing"))
-    generate.answer_greedily(composed("+drafter=dflash", "+target=tiny"), [], {}, tmp_path)
+    generate.answer_greedily(composed("+drafter=dflash", "+target=tiny_llama"), [], {}, tmp_path)
 
 
 def test_batched_answers_do_not_depend_on_the_batch(tiny_target):

@@ -42,7 +42,7 @@ def choices(file: Path) -> list[str]:
     if group == "pair":
         drafter = next(other.stem for other in CONF.glob("drafter/*.yaml") if name.startswith(f"{other.stem}_"))
         return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
-    company = {"drafter": "eagle3", "target": "tiny"} | {group: name}
+    company = {"drafter": "eagle3", "target": "tiny_llama"} | {group: name}
     return [f"{'+' if key in ('drafter', 'target') else ''}{key}={value}" for key, value in company.items()]
 
 

@@ -13,7 +13,7 @@ import pytest
 from wandb_reader import read_offline_run
 
 REPOSITORY = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny", "train.threads=1", "train.steps=6", "train.save_every=2", "train.batch_size=4",
+COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "train.threads=1", "train.steps=6", "train.save_every=2", "train.batch_size=4",
            "train.micro_batch_size=4"]
 
 
@@ -38,7 +38,7 @@ def finished(tmp_path_factory):
 
 def test_everything_is_written(finished):
     root, result = finished
-    folder = root / "runs" / "dflash-tiny"
+    folder = root / "runs" / "dflash-tiny_llama"
     for name in ("config.yaml", "metrics.jsonl", "validation.jsonl", "drafter/config.json", "drafter/model.safetensors", "evaluation/settings.json",
                  "evaluation/replay.json", "report.json", "report.html"):
         assert (folder / name).is_file(), name
@@ -57,15 +57,15 @@ def test_a_second_run_skips(finished, tmp_path):
 
 def test_wandb_offline_run_holds_the_training(finished):
     root, _ = finished
-    history, summary, config = read_offline_run(root / "runs" / "dflash-tiny")
+    history, summary, config = read_offline_run(root / "runs" / "dflash-tiny_llama")
     losses = [row["train/loss"] for row in history if "train/loss" in row]
-    rows = [json.loads(line) for line in open(root / "runs" / "dflash-tiny" / "metrics.jsonl")]
+    rows = [json.loads(line) for line in open(root / "runs" / "dflash-tiny_llama" / "metrics.jsonl")]
     assert losses == pytest.approx([row["loss"] for row in rows])
     for name in ("train/lr", "train/grad_norm", "train/tokens_per_second", "train/weighted_loss_first", "train/weighted_loss_last", "validation/tau_s1",
                  "validation/tau_gated"):
         assert any(name in row for row in history), name
     assert config["train"]["depth_exposure"] == 3
-    table = json.loads((root / "runs" / "dflash-tiny" / "report.json").read_text())["settings"]
+    table = json.loads((root / "runs" / "dflash-tiny_llama" / "report.json").read_text())["settings"]
     assert {one["label"]: summary[f"evaluation/{one['label']}/tau"] for one in table} == {one["label"]: one["tau"]["value"] for one in table}
 
 
@@ -88,7 +88,7 @@ SIGNS = {"generate": "responses/*.partial/batches/000001.jsonl", "cache": "featu
 
 def records(root: Path) -> dict:
     """What must not depend on interruptions: responses, features' places, losses, and the rounds' accepted counts."""
-    folder = root / "runs" / "dflash-tiny"
+    folder = root / "runs" / "dflash-tiny_llama"
     rounds = {path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)] for path in sorted(folder.glob("evaluation/rounds/*.jsonl"))}
     shards = [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))]
     return {"responses": [path.read_text() for path in sorted(root.glob("responses/*/*.jsonl"))], "shards": shards, "rounds": rounds,
@@ -109,11 +109,11 @@ def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
     result = run(root, *small, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert records(root) == records(whole)
-    assert (root / "runs" / "dflash-tiny" / "report.json").is_file() and any(name.startswith("evaluation/") for name in read_offline_run(root / "runs" / "dflash-tiny")[1])
+    assert (root / "runs" / "dflash-tiny_llama" / "report.json").is_file() and any(name.startswith("evaluation/") for name in read_offline_run(root / "runs" / "dflash-tiny_llama")[1])
 
 
 def test_missing_choice_lists_the_options(tmp_path):
-    result = subprocess.run([sys.executable, "-m", "dloop_train", "+target=tiny"], env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "dloop_train", "+target=tiny_llama"], env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode != 0 and "choose a drafter: +drafter=<dflash|eagle3>" in result.stderr
 
 

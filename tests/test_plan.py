@@ -13,7 +13,7 @@ from dloop_train.phases import artifacts, cache, generate, plan
 from dloop_train.phases.plan import measure_rate  # before the fixture replaces it
 from dloop_train.training.unroll import Terms
 
-TINY = ("+target=tiny", "prompts.limit=6", "generate.max_new_tokens=12", "generate.greedy_prompts=1", "generate.greedy_max_new_tokens=4")
+TINY = ("+target=tiny_llama", "prompts.limit=6", "generate.max_new_tokens=12", "generate.greedy_prompts=1", "generate.greedy_max_new_tokens=4")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def planned(tmp_path, *overrides: str):
     return config, plan.estimate(config)
 
 
-@pytest.mark.parametrize("choices", [("dflash", "tiny"), ("eagle3", "tiny"), ("dflash", "qwen3_8b"), ("eagle3", "qwen3_4b"),
+@pytest.mark.parametrize("choices", [("dflash", "tiny_llama"), ("eagle3", "tiny_llama"), ("dflash", "qwen3_8b"), ("eagle3", "qwen3_4b"),
                                      ("eagle3", "llama31_8b"), ("dflash", "smollm2_135m")])
 def test_a_dry_run_prints_the_keys_and_leaves_no_trace(choices, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
@@ -114,7 +114,7 @@ def test_zero_shares_out_what_its_stage_says():
 
 
 def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
-    fill_in = ("+drafter=dflash", "+target=tiny", "drafter.alignment=fill_in", "drafter.layers=1")
+    fill_in = ("+drafter=dflash", "+target=tiny_llama", "drafter.alignment=fill_in", "drafter.layers=1")
     config, _ = planned(tmp_path, *fill_in)
     model = plan.target_on_meta(config.target)
     shape = config.drafter.shape(plan.spec_of(config.target, model.config), artifacts.taps(config))

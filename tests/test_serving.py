@@ -21,7 +21,7 @@ def exported(variant, target, folder, **section):
 @pytest.mark.parametrize("variant", ["dflash-shifted", "dflash-fill_in", "eagle3-reduced", "eagle3-deepspec"])
 def test_stream_equals_plain_decoding(variant, tiny_target, tmp_path):
     exported(variant, tiny_target, tmp_path)
-    model = dloop_train.load(tmp_path, "tiny", device="cpu")
+    model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")
     assert model.gate.threshold == -0.5 and model.drafter.k == make_drafter(variant, tiny_target).k
     target, config = load_target(tiny_config(), device="cpu"), tiny_config()
     ids = prompt_ids(target.tokenizer, [{"role": "user", "content": "hello"}], config)
@@ -36,8 +36,8 @@ def test_a_drafter_without_dloop_section_needs_a_threshold(tiny_target, tmp_path
     config = (tmp_path / "config.json").read_text().replace('"dloop"', '"other"')
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match="not loop-aware"):
-        dloop_train.load(tmp_path, "tiny", device="cpu")
-    assert dloop_train.load(tmp_path, "tiny", device="cpu", threshold=-1.0).gate.threshold == -1.0
+        dloop_train.load(tmp_path, "tiny_llama", device="cpu")
+    assert dloop_train.load(tmp_path, "tiny_llama", device="cpu", threshold=-1.0).gate.threshold == -1.0
 
 
 def test_an_official_eagle3_folder_that_names_no_taps_is_served_with_the_layouts_own(tiny_target, tmp_path):
@@ -46,5 +46,5 @@ def test_an_official_eagle3_folder_that_names_no_taps_is_served_with_the_layouts
     for key in ("target_layer_ids", "eagle_aux_hidden_state_layer_ids", "eagle_config"):
         del config[key]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = dloop_train.load(tmp_path, "tiny", device="cpu")
+    model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")
     assert model.drafter.shape.taps == (1, 1, 1) and list(model.tokens([60, 61, 62], max_new_tokens=6)) == decode_plain(model.target, [60, 61, 62], max_new_tokens=6)

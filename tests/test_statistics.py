@@ -166,7 +166,7 @@ DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
 @pytest.fixture
 def tiny(tmp_path):
     """Config of a run whose evaluation and training have been written by hand."""
-    target = settings.TargetConfig(name="tiny", source="random", path="tiny", stop_ids=[0])
+    target = settings.TargetConfig(name="tiny_llama", source="random", path="tiny_llama", stop_ids=[0])
     made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=None,
                            gate=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
                            deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"))

@@ -173,10 +173,10 @@ def test_epoch_plan_is_complete_and_seeded():
 def train(root: Path, *overrides: str) -> list[dict]:
     """The training phase on the tiny target as a user runs it; returns the logged rows."""
     environment = os.environ | {"DLOOP_ROOT": str(root), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny", "train.threads=1", "wandb.mode=disabled", "train.batch_size=4",
+    command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "train.threads=1", "wandb.mode=disabled", "train.batch_size=4",
                "train.micro_batch_size=2", "train.validate_prompts=1", *overrides]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), "dflash-tiny")
+    name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), "dflash-tiny_llama")
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(line) for line in open(root / "runs" / name / "metrics.jsonl")]
 
@@ -234,4 +234,4 @@ def test_config_errors_name_the_field():
     for override, message in (("++train.stpes=3", "stpes"), ("++train.lr=abc", "abc"), ("++drafter.width=1", "width must be"),
                               ("++train.batch_size=5", "multiple of"), ("++drafter.alignment=sideways", "alignment is required")):
         with pytest.raises(ValueError, match=message):
-            composed("+drafter=dflash", "+target=tiny", override)
+            composed("+drafter=dflash", "+target=tiny_llama", override)

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dloop_train.types import Sample
+from dloop_train.types import Reads, Sample
 
 ROWS = ("tokens", "loss_mask", "features", "last_hidden")
 
@@ -22,6 +22,11 @@ class Place:
     shard: int
     start: int
     length: int
+
+
+def stored(reads: Reads) -> Reads:
+    """What of a feature row lies on disk as features: the last hidden state has rows of its own, for the loss."""
+    return replace(reads, last_hidden=False)
 
 
 def plan_shards(lengths: Sequence[tuple[str, int]], row_bytes: int, shard_bytes: int) -> list[list[Place]]:
@@ -62,8 +67,9 @@ def index_of(folder: Path, shards: list[list[Place]]) -> dict:
 class FeatureStore:
     """Reads samples of a complete store, each tensor as one memory-mapped slice."""
 
-    def __init__(self, folder: Path, facts: dict, *, max_length: int):
+    def __init__(self, folder: Path, facts: dict, *, max_length: int, with_last_hidden: bool = False):
         self.folder = folder
+        self.with_last_hidden = with_last_hidden
         self.places = [Place(*place) for place in facts["places"]]
         self.max_length = max_length
         self._files: dict[int, object] = {}
@@ -88,7 +94,8 @@ class FeatureStore:
         if not (parts["features"].isfinite().all() and parts["last_hidden"].isfinite().all()):
             raise ValueError(f"sample {place.id} in {shard_file(self.folder, place.shard)} has NaN or infinite features: the file is damaged; "
                              f"delete {self.folder} and rerun phases=[cache]")
-        return Sample(place.id, parts["tokens"].long(), parts["loss_mask"].bool(), parts["features"], parts["last_hidden"])
+        features = torch.cat([parts["features"], parts["last_hidden"]], dim=-1) if self.with_last_hidden else parts["features"]
+        return Sample(place.id, parts["tokens"].long(), parts["loss_mask"].bool(), features, parts["last_hidden"])
 
     def open(self, number: int):
         path = shard_file(self.folder, number)

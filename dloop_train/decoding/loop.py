@@ -12,7 +12,7 @@ from dloop_train.decoding.gates import Gate, log_probability
 from dloop_train.decoding.rules import accept_greedy
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
-from dloop_train.types import Context, DraftState, Round
+from dloop_train.types import Context, DraftState, Reads, Round
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence
     """
     check(len(prompt) > 0, "the prompt is empty; it needs at least one token")
     check(max_new_tokens >= 1, f"max_new_tokens must be positive, got {max_new_tokens}")
-    taps = drafter.shape.taps if drafter is not None else ()
+    reads = drafter.shape.reads if drafter is not None else Reads()
     device, stops = target.device, set(target.spec.stop_ids)
     cache = target.new_cache()
-    output = target.read(torch.tensor([list(prompt)], device=device), cache=cache, taps=taps, logits=slice(-1, None))
+    output = target.read(torch.tensor([list(prompt)], device=device), cache=cache, reads=reads, logits=slice(-1, None))
     anchor = int(output.logits[0, -1].argmax())
     origin, left = len(prompt), max_new_tokens - 1  # position of the anchor; tokens that may still be emitted
     yield Emission([anchor], None)
@@ -74,7 +74,7 @@ def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence
     while True:
         clock = Clock(device)
         drafted, scores, state = draft_round(drafter, gate, state, anchor, left, stops, clock)
-        output = target.read(torch.tensor([[anchor, *drafted]], device=device), cache=cache, taps=taps, logits=slice(None))
+        output = target.read(torch.tensor([[anchor, *drafted]], device=device), cache=cache, reads=reads, logits=slice(None))
         predicted = output.logits[0].argmax(-1).tolist()
         accepted = accept_greedy(drafted, predicted)
         clock.charge("verify")
@@ -113,17 +113,16 @@ def draft_round(drafter: Drafter | None, gate: Gate, state: DraftState | None, a
 
 def draft_stage(drafter: Drafter, state: DraftState, anchor: int) -> Drafted:
     """One stage of the most likely tokens after `anchor`."""
-    passes: list[Tensor] = []
+    seen: list[Tensor] = []
 
-    def most_likely(step: int, hidden: Tensor) -> Tensor:
-        passes.append(drafter.logits(hidden)[0])  # [1, V]
-        return drafter.token_ids(passes[-1].argmax(-1))[None]
+    def most_likely(logits: Tensor) -> Tensor:
+        seen.append(logits.flatten(0, -2))  # rows of one slot, or of all
+        return drafter.token_ids(logits.argmax(-1))
 
-    stage = drafter.stage(state, torch.tensor([[anchor]], device=state.origin.device), most_likely)
-    if stage.tokens is not None:
-        return Drafted(stage.tokens[0, 0].tolist(), torch.cat(passes), stage.state)
-    logits = drafter.logits(stage.hidden[:, :, stage.predicts])[0, 0]
-    return Drafted(drafter.token_ids(logits.argmax(-1)).tolist(), logits, stage.state)
+    anchors = torch.tensor([[anchor]], device=state.origin.device)
+    stage = drafter.stage(state, anchors, lambda step, hidden: most_likely(drafter.logits(hidden)))
+    tokens = drafter.speak(stage, anchors, most_likely)
+    return Drafted(tokens[0, 0].tolist(), torch.cat(seen), stage.state)
 
 
 def clip(tokens: list[int], stops: set[int], left: int) -> list[int]:

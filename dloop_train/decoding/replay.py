@@ -36,7 +36,7 @@ def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Se
     """
     device = target.device
     text = torch.tensor([[*prompt, *response]], device=device)
-    features = target.read(text, taps=drafter.shape.taps).features
+    features = target.read(text, reads=drafter.shape.reads).features
     context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
     kv, projected = drafter.context_kv(context)
     tokens, scores = [], []
@@ -54,27 +54,16 @@ def draft_all(drafter: Drafter, state, anchors: Tensor, max_stages: int, tempera
     for _ in range(max_stages):
         logprobs: list[Tensor] = []
 
-        def most_likely(step: int, hidden: Tensor, logprobs=logprobs) -> Tensor:
-            chosen, logprob = most_likely_of(drafter, hidden, temperature)
-            logprobs.append(logprob)
-            return chosen
+        def most_likely(logits: Tensor, logprobs=logprobs) -> Tensor:
+            logprobs.append(log_probability(logits, temperature))  # [B, N] of one slot, or [B, N, k]
+            return drafter.token_ids(logits.argmax(-1))
 
-        stage = drafter.stage(state, anchors, most_likely)
-        if stage.tokens is None:
-            chosen, logprob = most_likely_of(drafter, stage.hidden[:, :, stage.predicts], temperature)
-            scores.append(logprob.sum(-1)[0])
-        else:
-            chosen = stage.tokens
-            scores.append(torch.stack(logprobs, dim=-1).sum(-1)[0])
+        stage = drafter.stage(state, anchors, lambda step, hidden, pick=most_likely: pick(drafter.logits(hidden)))
+        chosen = drafter.speak(stage, anchors, most_likely)
+        scores.append(sum(logprob.reshape(*anchors.shape, -1).sum(-1) for logprob in logprobs)[0])
         tokens.append(chosen[0])
         state, anchors = stage.state, chosen[..., -1]
     return torch.cat(tokens, dim=-1), torch.stack(scores, dim=-1)
-
-
-def most_likely_of(drafter: Drafter, hidden: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Most likely tokens (target ids) and their fp32 log-probabilities. [..., D] -> [...] twice"""
-    logits = drafter.logits(hidden)
-    return drafter.token_ids(logits.argmax(-1)), log_probability(logits, temperature)
 
 
 def judge(tokens: Tensor, scores: Tensor, response: list[int], *, k: int, max_new_tokens: int, stops: Sequence[int]) -> Replay:

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.layers import MLP, Attention, RMSNorm
 from dloop_train.targets.head import TargetHead
-from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss, TargetSpec
+from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Reads, StageLoss, TargetSpec
 
 Choose = Callable[[int, Tensor], Tensor]
 """choose(step, hidden [B, N, D]) -> tokens [B, N]: what a chain feeds to its next pass."""
+
+
+Pick = Callable[[Tensor], Tensor]
+"""pick(logits [..., V]) -> target ids [...]: how a token is chosen, the same for all slots or slot by slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,10 @@ class DrafterShape:
     state: str = "context_norm"
     slot: str = "own"
 
+    @property
+    def reads(self) -> Reads:
+        return Reads(taps=self.taps)
+
 
 @dataclass(kw_only=True)
 class DrafterConfig:
@@ -102,12 +110,16 @@ class DrafterConfig:
 
     family: ClassVar[str] = ""
     kind: ClassVar[str] = ""
-    """block or chain: which of the target's tap lists applies."""
+    """block or chain: which of the target's tap lists applies. Empty for drafters that read no taps."""
 
     def __post_init__(self):
         check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
         check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
         check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")
+
+    def reads(self, taps: list[int]) -> Reads:
+        """Which of the target's states the drafter reads."""
+        return Reads(taps=tuple(taps))
 
     def shape(self, target: TargetSpec, taps: list[int]) -> DrafterShape:
         """The shape of a drafter from scratch."""
@@ -200,6 +212,12 @@ class Drafter(nn.Module):
     def token_ids(self, drafted: Tensor) -> Tensor:
         """Ids of the draft vocabulary to ids of the target."""
         return drafted
+
+    def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
+        """Choose the k tokens of a stage. [B, N, k]"""
+        if stage.tokens is not None:
+            return stage.tokens  # a chain has spoken on the way
+        return pick(self.logits(stage.hidden[:, :, stage.predicts]))
 
     def rescore(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor:
         """Logits of the drafted slots given the tokens before each. [B, N, k, V]"""

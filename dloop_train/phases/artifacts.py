@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dloop_train.config import Config
 from dloop_train.runs import Artifact
+from dloop_train.types import Reads
 
 
 def target_settings(config: Config) -> dict:
@@ -25,13 +26,22 @@ def responses(config: Config) -> Artifact:
 
 
 def features(config: Config) -> Artifact:
-    return Artifact(config.root / "features", {"responses": responses(config).key, "taps": taps(config), "dtype": config.cache.dtype,
-                                               "max_length": config.train.max_length})
+    wanted = reads(config)
+    others = {name: True for name in ("shared_kv", "last_hidden") if getattr(wanted, name)}
+    return Artifact(config.root / "features", {"responses": responses(config).key, "taps": list(wanted.taps), "dtype": config.cache.dtype,
+                                               "max_length": config.train.max_length, **others})
+
+
+def reads(config: Config) -> Reads:
+    """The target's states that this run's drafter reads."""
+    return config.drafter.reads(taps(config))
 
 
 def taps(config: Config) -> list[int]:
     """The decoder layers that this run's drafter reads."""
     kind = config.drafter.kind
+    if not kind:  # drafters of the MTP kind read no taps
+        return []
     found = config.drafter.taps or config.target.taps.get(kind)
     if not found:
         raise ValueError(f"target {config.target.name} names no taps for {kind} drafters; set drafter.taps=[...] or add target.taps.{kind}")

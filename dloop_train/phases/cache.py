@@ -7,13 +7,13 @@ from tqdm import tqdm
 
 from dloop_train.config import Config
 from dloop_train.data.responses import Response, read_responses
-from dloop_train.data.store import index_of, plan_shards, shard_file, write_shard
+from dloop_train.data.store import index_of, plan_shards, shard_file, stored, write_shard
 from dloop_train.phases import artifacts
 from dloop_train.ranks import say
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_spec, load_target
 from dloop_train.targets.target import Target, require_taps
-from dloop_train.types import Sample
+from dloop_train.types import Reads, Sample, TargetSpec
 
 
 def run(config: Config) -> None:
@@ -21,15 +21,15 @@ def run(config: Config) -> None:
     if artifact.complete:
         say(f"cache: done before, {artifact.folder}")
         return
-    taps = artifacts.taps(config)
+    reads = artifacts.reads(config)
     spec = load_spec(config.target)
-    require_taps(taps, spec)
+    require_taps(reads.taps, spec)
     source = artifacts.responses(config)
     source.facts()
     responses = read_responses(source.folder, "train")
     folder = artifact.begin()
     lengths = [(response.id, min(len(response.prompt_ids) + len(response.response_ids), config.train.max_length)) for response in responses]
-    shards = plan_shards(lengths, row_bytes(spec.hidden_size, len(taps), config.cache.dtype), config.cache.shard_bytes)
+    shards = plan_shards(lengths, row_bytes(spec, reads, config.cache.dtype), config.cache.shard_bytes)
     plan, planned = folder / "plan.json", {"shard_bytes": config.cache.shard_bytes}
     if plan.is_file():  # shards of another plan would be taken for this one's
         require_same(json.loads(plan.read_text()), planned, plan)
@@ -42,7 +42,7 @@ def run(config: Config) -> None:
             if number in missing:
                 read = {}
                 for batch in batches([by_id[place.id] for place in shard], config.cache.batch_tokens):
-                    read |= {sample.id: sample for sample in read_samples(target, batch, taps, config)}
+                    read |= {sample.id: sample for sample in read_samples(target, batch, reads, config)}
                     bar.update(sum(len(read[response.id].tokens) for response in batch))
                 write_shard(folder, number, [read[place.id] for place in shard])
             else:
@@ -51,9 +51,9 @@ def run(config: Config) -> None:
     say(f"cache: {artifact.folder}")
 
 
-def row_bytes(hidden_size: int, num_taps: int, dtype: str) -> int:
-    """Bytes of one token in the store: features, last hidden state, id and mask."""
-    return (num_taps + 1) * hidden_size * torch.empty(0, dtype=as_dtype(dtype)).element_size() + 5
+def row_bytes(spec: TargetSpec, reads: Reads, dtype: str) -> int:
+    """Bytes of one token in the store: features, last hidden state (once), id and mask."""
+    return (stored(reads).width(spec) + spec.hidden_size) * as_dtype(dtype).itemsize + 5
 
 
 def batches(responses: list[Response], batch_tokens: int) -> list[list[Response]]:
@@ -70,18 +70,19 @@ def length_of(response: Response) -> int:
     return len(response.prompt_ids) + len(response.response_ids)
 
 
-def read_samples(target: Target, batch: list[Response], taps: list[int], config: Config) -> list[Sample]:
+def read_samples(target: Target, batch: list[Response], reads: Reads, config: Config) -> list[Sample]:
     """One pass of the target over a batch padded on the right."""
     dtype, limit = as_dtype(config.cache.dtype), config.train.max_length
     ids = [(response.prompt_ids + response.response_ids)[:limit] for response in batch]
     longest = max(map(len, ids))
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=target.device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=target.device)
-    output = target.read(tokens, mask=mask, taps=taps)
+    output = target.read(tokens, mask=mask, reads=stored(reads))
     samples = []
     for number, (response, row) in enumerate(zip(batch, ids, strict=True)):
         loss_mask = torch.arange(len(row)) >= len(response.prompt_ids)  # the answer and its end token
-        samples.append(Sample(response.id, torch.tensor(row), loss_mask, output.features[number, :len(row)].to(dtype).cpu(),
+        features = output.last_hidden.new_empty(len(row), 0) if output.features is None else output.features[number, :len(row)]
+        samples.append(Sample(response.id, torch.tensor(row), loss_mask, features.to(dtype).cpu(),
                               output.last_hidden[number, :len(row)].to(dtype).cpu()))
     return samples
 

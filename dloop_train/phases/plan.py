@@ -109,7 +109,7 @@ def estimate(config: Config) -> Estimate:
     drafter = drafter_on_meta(config, spec, taps)
     prompts = num_training_prompts(config)
     counted = counts(config, prompts)
-    bytes_of_row = row_bytes(spec.hidden_size, len(taps), config.cache.dtype)
+    bytes_of_row = row_bytes(spec, artifacts.reads(config), config.cache.dtype)
     backbone, head = linear_flops(model.model), linear_flops(model.lm_head)
     ranks = processes(config)
     terms = Terms(config.train.depth_exposure, config.train.stages)

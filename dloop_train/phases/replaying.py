@@ -44,10 +44,9 @@ def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
     return {"tokens": sum(tokens) / max(len(tokens), 1), "positions": len(tokens)}
 
 
-def summary_of_replay(target: Target, drafter: Drafter, responses: Sequence[Response], taps: Sequence[int], *, gate: Gate, max_stages: int,
+def summary_of_replay(target: Target, drafter: Drafter, responses: Sequence[Response], *, gate: Gate, max_stages: int,
                       costs: Costs | None = None) -> dict:
     """What validation during training logs."""
-    assert tuple(taps) == tuple(drafter.shape.taps)
     training = drafter.training
     drafter.eval()
     longest = max(len(response.response_ids) for response in responses)

@@ -82,7 +82,7 @@ def rank_main(config: Config) -> None:
     initialise_distributed(config.train.threads)
     folder = artifacts.run_folder(config)
     artifact = artifacts.features(config)
-    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length)
+    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, with_last_hidden=artifacts.reads(config).last_hidden)
     drafter = make_drafter(config)
     checkpoints = folder / "checkpoints"
     start = json.loads((checkpoints / POINTER).read_text())["step"] if (checkpoints / POINTER).is_file() else 0
@@ -106,5 +106,5 @@ def validation(config: Config):
             return {}
         if not held:
             held.append(load_target(config.target, dtype=config.train.precision, device=next(drafter.parameters()).device))
-        return summary_of_replay(held[0], drafter, prompts, artifacts.taps(config), gate=config.gate, max_stages=config.train.depth_exposure + 1)
+        return summary_of_replay(held[0], drafter, prompts, gate=config.gate, max_stages=config.train.depth_exposure + 1)
     return validate

@@ -1,5 +1,6 @@
 """TargetHead: embedding, final norm and lm_head of the target, loaded alone. Frozen, and never inside the DeepSpeed engine."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -7,22 +8,30 @@ from torch import Tensor, nn
 class TargetHead(nn.Module):
     """What a drafter borrows from its target."""
 
-    def __init__(self, embed: Tensor, lm_head: Tensor, norm: Tensor | None = None):
+    def __init__(self, embed: Tensor, lm_head: Tensor, norm: Tensor | None = None, *, embed_scale: float = 1.0, softcap: float | None = None):
         super().__init__()
+        self.embed_scale, self.softcap = embed_scale, softcap
         self.register_buffer("embed_weight", embed, persistent=False)
         self.register_buffer("lm_head_weight", lm_head, persistent=False)
         self.register_buffer("norm_weight", norm, persistent=False)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids to input embeddings. [...] -> [..., D]"""
-        return F.embedding(tokens, self.embed_weight)
+        rows = F.embedding(tokens, self.embed_weight)
+        return rows if self.embed_scale == 1.0 else rows * torch.tensor(self.embed_scale, dtype=rows.dtype)
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Normed hidden states to logits over the vocabulary, or over the ids in `rows`. [..., D] -> [..., V]"""
         weight = self.lm_head_weight if rows is None else self.lm_head_weight[rows]
-        return F.linear(hidden, weight)
+        return softcapped(F.linear(hidden, weight), self.softcap)
 
     @staticmethod
     def of(target) -> "TargetHead":
         """The head of a loaded target, sharing its memory."""
-        return TargetHead(target.backbone.embed_tokens.weight, target.lm_head.weight, target.backbone.norm.weight)
+        return TargetHead(target.backbone.embed_tokens.weight, target.lm_head.weight, target.backbone.norm.weight,
+                          embed_scale=target.spec.embed_scale, softcap=target.spec.softcap)
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Gemma's bound on its logits."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap

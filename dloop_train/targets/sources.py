@@ -16,7 +16,7 @@ from dloop_train.config import TargetConfig
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
-from dloop_train.types import TargetSpec
+from dloop_train.types import SharedKV, TargetSpec
 
 
 def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None) -> Target:
@@ -80,10 +80,26 @@ def spec_of(config: TargetConfig, model_config) -> TargetSpec:
     text = model_config.get_text_config()
     spec = TargetSpec(name=config.name, revision=revision_of(config), hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
                       vocab_size=text.vocab_size, mask_token_id=config.mask_token_id, stop_ids=tuple(config.stop_ids),
-                      text_config=text.to_dict())
+                      text_config=text.to_dict(), shared_kv=shared_kv(text),
+                      embed_scale=text.hidden_size**0.5 if text.model_type.startswith("gemma") else 1.0,
+                      softcap=getattr(text, "final_logit_softcapping", None))
     if not 0 <= spec.mask_token_id < spec.vocab_size:
         raise ValueError(f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding (0..{spec.vocab_size - 1})")
     return spec
+
+
+def shared_kv(text) -> tuple[SharedKV, ...]:
+    """The last sliding layer and the last full one of a text config."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    last = {kind: index for index, kind in enumerate(kinds)}
+    layers = [last[kind] for kind in ("sliding_attention", "full_attention") if kind in last]
+    found = []
+    for index in [layers[0], layers[-1]] if layers else []:
+        sizes = text.per_layer_config[index] if hasattr(text, "per_layer_config") else text
+        size = getattr(sizes, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        window = text.sliding_window if kinds[index] == "sliding_attention" else None
+        found.append(SharedKV(index, sizes.num_key_value_heads, size, window))
+    return tuple(found)
 
 
 def revision_of(config: TargetConfig) -> str:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dloop_train.types import TargetSpec
+from dloop_train.targets.head import softcapped
+from dloop_train.types import Reads, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class TargetOutput:
     """One pass over [B, T] tokens."""
 
     logits: Tensor | None  # [B, T', V] of the rows asked for
-    features: Tensor | None  # [B, T, L*D]
+    features: Tensor | None  # [B, T, F]
     last_hidden: Tensor  # [B, T, D] after the final norm
 
 
@@ -63,28 +64,36 @@ class Target:
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, *, cache: DynamicCache | None = None, mask: Tensor | None = None, positions: Tensor | None = None,
-             taps: Sequence[int] = (), logits: slice | None = None) -> TargetOutput:
+             reads: Reads = Reads(), logits: slice | None = None) -> TargetOutput:  # noqa: B008 a frozen value
         """Run [B, T] tokens after what `cache` holds, and append them to it.
 
         mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` picks rows of T.
         """
-        self.require_taps(taps)
-        self._tapped.wanted = tuple(taps)
+        require_taps(reads.taps, self.spec)
+        self._tapped.wanted = reads.taps
+        if reads.shared_kv and cache is None:
+            cache = self.new_cache()
         arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
         last_hidden = self.backbone(**arguments).last_hidden_state
-        features = torch.cat([self._tapped.outputs[tap] for tap in taps], dim=-1) if taps else None
+        parts = [self._tapped.outputs[tap] for tap in reads.taps]
         self._tapped.outputs.clear()
+        if reads.shared_kv:
+            parts += self.shared_rows(cache, tokens.shape[1])
+        if reads.last_hidden:
+            parts.append(last_hidden)
+        features = torch.cat(parts, dim=-1) if parts else None
         return TargetOutput(None if logits is None else self.head(last_hidden[:, logits]), features, last_hidden)
+
+    def shared_rows(self, cache: DynamicCache, count: int) -> list[Tensor]:
+        """Keys and values of the newest `count` rows of the layers in spec.shared_kv, each [B, count, G * E]."""
+        layers = [cache.layers[shared.layer] for shared in self.spec.shared_kv]
+        return [rows[:, :, -count:].transpose(1, 2).flatten(2) for layer in layers for rows in (layer.keys, layer.values)]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden states to logits. [..., D] -> [..., V]"""
-        return self.lm_head(hidden)
-
-    def require_taps(self, taps: Sequence[int]) -> None:
-        """Refuse taps that this target cannot lend."""
-        require_taps(taps, self.spec)
+        return softcapped(self.lm_head(hidden), self.spec.softcap)
 
     def commit(self, cache: DynamicCache, past: int, path: Sequence[int]) -> None:
         """Keep the first `past` rows and, of those after them, the accepted ones (offsets in ascending order)."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from dloop_train.checkpoints.files import SECTION, layout_of, load_drafter, read_config, read_shape, tapped
+from dloop_train.checkpoints.files import SECTION, layout_of, load_drafter, read_config, read_shape
 from dloop_train.config import TargetConfig, build, check, option
 from dloop_train.data.chat import prompt_ids
 from dloop_train.decoding.gates import DLoop, Gate
@@ -49,7 +49,7 @@ def load(folder: str | Path, target: str | TargetConfig, *, device: str | None =
     section = read_config(folder).get(SECTION)
     check(threshold is not None or (section or {}).get("threshold") is not None, f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
     section = section or {}
-    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype), taps=tapped(read_shape(folder), model.spec).taps).to(model.device).eval()
+    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype), taps=read_shape(folder).on(model.spec, ()).taps).to(model.device).eval()
     gate = DLoop(threshold=section["threshold"] if threshold is None else threshold, max_stages=section.get("max_stages", 16), temperature=section.get("temperature", 1.0))
     return LoopedModel(model, drafter, gate, config)
 

@@ -8,10 +8,10 @@ import torch
 from conftest import TAPS, make_drafter
 from safetensors.torch import load_file, save_file
 
-from dloop_train.checkpoints.files import create_drafter, load_drafter, save_drafter, tapped
-from dloop_train.drafters.base import read_rope
+from dloop_train.checkpoints.files import create_drafter, load_drafter, save_drafter
 from dloop_train.drafters.dflash import DFlashConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
+from dloop_train.drafters.sizes import Rope, read_rope
 from dloop_train.targets.head import TargetHead
 
 
@@ -88,8 +88,11 @@ def test_drafter_of_another_target_is_refused(folder, tiny_target):
 
 
 def test_rope_theta_is_read_flat_and_nested():
-    assert read_rope({"rope_theta": 5.0}) == (5.0, None)
-    assert read_rope({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}) == (7.0, None)
+    assert read_rope({"rope_theta": 5.0}) == Rope(5.0)
+    assert read_rope({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}) == Rope(7.0)
+    by_kind = {"full_attention": {"rope_theta": 9.0, "rope_type": "proportional", "partial_rotary_factor": 0.25}, "sliding_attention": {"rope_theta": 3.0}}
+    assert read_rope({"rope_parameters": by_kind}) == Rope(9.0, "proportional", 0.25)
+    assert read_rope({"rope_parameters": by_kind}, "sliding_attention") == Rope(3.0)
     with pytest.raises(ValueError, match="neither"):
         read_rope({})
     with pytest.raises(ValueError, match="5.0 at the top level and 7.0"):
@@ -111,7 +114,8 @@ def test_llama3_rope_equals_transformers():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=scaling | {"rope_theta": 500000.0})
     theirs = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(Rotary(128, 500000.0, scaling).frequencies.float(), theirs, rtol=1e-5, atol=0)
+    ours = Rotary(128, read_rope({"rope_parameters": scaling | {"rope_theta": 500000.0}}))
+    torch.testing.assert_close(ours.frequencies.float(), theirs, rtol=1e-5, atol=0)
 
 
 def test_a_block_is_looped_with_the_width_that_the_settings_name(folder, tiny_target):
@@ -129,13 +133,6 @@ def test_own_states_of_a_loop_aware_export_are_fixed_and_of_a_base_trained_one_f
         load(folder, tiny_target, raw)
 
 
-def test_causal_blocks_are_refused(tiny_target, tmp_path):
-    save_drafter(make_drafter("dflash-fill_in", tiny_target), tmp_path, section={}, target=tiny_target.spec)
-    change_config(tmp_path, is_causal=True)
-    with pytest.raises(ValueError, match="is_causal: true"):
-        load(tmp_path, tiny_target, DFlashConfig(alignment="fill_in"))
-
-
 def test_official_eagle3_files_may_leave_out_rope_theta_and_hold_empty_maps(tiny_target, tmp_path):
     """The authors' config.json has no rope_theta (Llama's default is meant); maps of the whole vocabulary say nothing."""
     settings = Eagle3Config(tokens_per_stage=3)
@@ -146,16 +143,16 @@ def test_official_eagle3_files_may_leave_out_rope_theta_and_hold_empty_maps(tiny
     (tmp_path / "config.json").write_text(json.dumps(kept))
     change_tensors(tmp_path, lambda t: t.update(d2t=torch.zeros(260, dtype=torch.int64), t2d=torch.ones(260, dtype=torch.bool)))
     again = load(tmp_path, tiny_target, settings)
-    assert again.shape.sizes.rope_theta == 10000.0 and again.d2t is None
+    assert again.shape.layers[0].rope.theta == 10000.0 and again.d2t is None
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
 def test_taps_that_a_file_does_not_name_are_the_layouts_three_or_the_callers(tiny_target):
     shape = Eagle3Config(tokens_per_stage=3).shape(tiny_target.spec, TAPS)
     deep = replace(tiny_target.spec, num_layers=36)
-    assert tapped(shape, deep).taps == tuple(TAPS)
-    assert tapped(replace(shape, taps=()), deep).taps == (1, 17, 32)
+    assert shape.on(deep, ()).taps == tuple(TAPS)
+    assert replace(shape, taps=()).on(deep, ()).taps == (1, 17, 32)
     five = replace(shape, taps=(), num_taps=5)
-    assert tapped(five, deep, [1, 9, 17, 25, 33]).taps == (1, 9, 17, 25, 33)
+    assert five.on(deep, [1, 9, 17, 25, 33]).taps == (1, 9, 17, 25, 33)
     with pytest.raises(ValueError, match="reads 5 taps and names none"):
-        tapped(five, deep, [1, 17, 32])
+        five.on(deep, [1, 17, 32])

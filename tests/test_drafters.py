@@ -170,9 +170,9 @@ def attend(w, prefix, sizes, query_rows, query_positions, key_rows, key_position
         return (rows @ w[f"{prefix}.{name}_proj.weight"].T).view(len(rows), count, sizes.head_dim)
     q, k = heads("q", query_rows, sizes.num_attention_heads), heads("k", key_rows, sizes.num_key_value_heads)
     v = heads("v", key_rows, sizes.num_key_value_heads)
-    if sizes.head_norms:
+    if sizes.parts.head_norms:
         q, k = rms(q, w[f"{prefix}.q_norm.weight"], sizes.rms_norm_eps), rms(k, w[f"{prefix}.k_norm.weight"], sizes.rms_norm_eps)
-    q, k = rotated(q, query_positions, sizes.rope_theta), rotated(k, key_positions, sizes.rope_theta)
+    q, k = rotated(q, query_positions, sizes.rope.theta), rotated(k, key_positions, sizes.rope.theta)
     group = sizes.num_attention_heads // sizes.num_key_value_heads
     mixed = [torch.softmax(q[:, h] @ k[:, h // group].T / sizes.head_dim**0.5, -1) @ v[:, h // group] for h in range(sizes.num_attention_heads)]
     return torch.cat(mixed, dim=-1) @ w[f"{prefix}.o_proj.weight"].T
@@ -185,7 +185,7 @@ def mlp(w, prefix, rows):
 
 def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, norm="as configured", use_feature=False):
     """Stages of a block drafter from one origin: h_{1:t-1} || own states, then anchor and masks. tokens [T], features [T, L D]"""
-    w, shape, sizes = drafter.state_dict(), drafter.shape, drafter.shape.sizes
+    w, shape, sizes = drafter.state_dict(), drafter.shape, drafter.shape.layers[0]
     norms = {"context_norm": "hidden_norm.weight", "post_norm": "norm.weight", "raw": None}
     name = norms[shape.state if norm == "as configured" else norm]
     fused = rms(features @ w["fc.weight"].T, w["hidden_norm.weight"], sizes.rms_norm_eps)
@@ -195,7 +195,7 @@ def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, nor
         anchor = origin + number * drafter.k
         ids = torch.tensor([int(tokens[anchor])] + [shape.mask_token_id] * (shape.width - 1))
         rows, at = drafter.head.embed(ids), anchor + torch.arange(shape.width)
-        for index in range(shape.num_layers):
+        for index in range(len(shape.layers)):
             layer = f"layers.{index}"
             normed = rms(rows, w[f"{layer}.input_layernorm.weight"], sizes.rms_norm_eps)
             rows = rows + attend(w, f"{layer}.self_attn", sizes, normed, at, torch.cat([*entries, normed]), torch.cat([*positions, at]))
@@ -209,7 +209,7 @@ def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, nor
 
 def plain_chain_stages(drafter, tokens, features, origin, count, *, post_norm=False, use_feature=False, shift=0):
     """k passes a stage from one origin, every row recomputed from its inputs."""
-    w, sizes, layer = drafter.state_dict(), drafter.shape.sizes, "layers.0"
+    w, sizes, layer = drafter.state_dict(), drafter.shape.layers[0], "layers.0"
     embedded = drafter.head.embed(tokens)
     if drafter.fc_norm is not None:
         parts = features.chunk(len(drafter.fc_norm), dim=-1)

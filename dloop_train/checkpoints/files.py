@@ -96,7 +96,7 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
     tensors = {name.removeprefix("_orig_mod.").removeprefix("model."): tensor for name, tensor in read_tensors(folder).items()}
     own = layout.from_public(tensors)
     copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
-    drafter = settings.build(shape, merge_heads(copies, head, folder, dtype))
+    drafter = settings.build(shape, merge_heads(copies, head, shape.head_scales, folder, dtype))
     fill(drafter, own, folder)
     return drafter.to(dtype)
 
@@ -115,10 +115,13 @@ def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder
     return looped
 
 
-def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:
+def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tuple[float, float | None] | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:
     """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given."""
     if head is None:
-        return TargetHead(copies["embed"].to(dtype), copies.get("lm_head", copies["embed"]).to(dtype)) if "embed" in copies else None
+        if "embed" not in copies:
+            return None
+        scale, softcap = scales or (1.0, None)
+        return TargetHead(copies["embed"].to(dtype), copies.get("lm_head", copies["embed"]).to(dtype), embed_scale=scale, softcap=softcap)
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
         check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
@@ -180,8 +183,7 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
     if settings.init == "scratch":
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
-    shape = read_shape(folder)
-    shape = tapped(shape, target, taps)
+    shape = read_shape(folder).on(target, taps)
     require_fit(shape, target, taps, folder)
     looped = settings.looped(shape)
     if getattr(looped, "width", None) != getattr(shape, "width", None):
@@ -189,23 +191,9 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
     return load_drafter(folder, settings, head, dtype=dtype, taps=shape.taps)
 
 
-def tapped(shape: DrafterShape, target: TargetSpec, taps: Sequence[int] = ()) -> DrafterShape:
-    """The shape with taps: the file's own; for official EAGLE-3 files, which name none, the three that they mean, or else the caller's."""
-    if shape.taps:
-        return shape
-    found = (1, target.num_layers // 2 - 1, target.num_layers - 4) if shape.num_taps == 3 else tuple(taps)
-    check(len(found) == shape.num_taps, f"the drafter reads {shape.num_taps} taps and names none; set drafter.taps=[...] to as many")
-    return replace(shape, taps=found)
-
-
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:
     """Name everything in which a checkpoint and the target disagree."""
-    wanted = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "taps": tuple(taps)}
-    if shape.num_target_layers is not None:
-        wanted["num_target_layers"] = target.num_layers
-    if hasattr(shape, "mask_token_id"):
-        wanted["mask_token_id"] = target.mask_token_id
     differ = [f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
-              for name, value in wanted.items() if getattr(shape, name) != value]
+              for name, value in shape.facts_of(target, taps).items() if getattr(shape, name) != value]
     check(not differ, f"{folder} was made for another target:\n  " + "\n  ".join(differ))
 

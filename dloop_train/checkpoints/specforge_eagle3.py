@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from dloop_train.config import check
-from dloop_train.drafters.base import LayerSizes
 from dloop_train.drafters.eagle3 import Eagle3Shape
+from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers
 
 WHAT = "LlamaForCausalLMEagle3"
 FAMILY = "eagle3"
@@ -22,7 +22,7 @@ def read_shape(config: dict) -> Eagle3Shape:
     taps = config.get("target_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or [
         index - 1 for index in config.get("eagle_aux_hidden_state_layer_ids") or []]  # the top-level key counts layer inputs
     config = {"rope_theta": 10000.0} | config if not config.get("rope_parameters") else config  # the authors' files leave Llama's own default out
-    return Eagle3Shape(format="specforge_eagle3", sizes=LayerSizes.of(config, head_norms=False), num_layers=1, taps=tuple(taps),
+    return Eagle3Shape(format="specforge_eagle3", layers=read_layers(config, "llama", [FULL]), taps=tuple(taps),
                        num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
                        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
                        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"], own_lm_head=True,
@@ -34,8 +34,8 @@ def write_config(shape: Eagle3Shape) -> dict:
     return {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": shape.draft_vocab_size,
             "target_hidden_size": shape.target_hidden_size, "num_aux_hidden_states": len(taps) or shape.num_taps, "target_layer_ids": taps,
             "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps], "eagle_config": {"eagle_aux_hidden_state_layer_ids": taps},
-            "fc_norm": shape.fc_norm, "num_target_layers": shape.num_target_layers, "num_hidden_layers": 1, "vocab_size": shape.vocab_size,
-            "mlp_bias": False, "pretraining_tp": 1, "tie_word_embeddings": False, **shape.sizes.public()}
+            "fc_norm": shape.fc_norm, "num_target_layers": shape.num_target_layers, "vocab_size": shape.vocab_size,
+            "mlp_bias": False, "pretraining_tp": 1, "tie_word_embeddings": False, **plain_sizes(shape.layers)}
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

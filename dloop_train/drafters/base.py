@@ -1,6 +1,6 @@
 """Drafter: a model that drafts ahead of a frozen target. Training and decoding run the same two methods, begin and stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.layers import MLP, Attention, RMSNorm
+from dloop_train.drafters.layers import norm_of
+from dloop_train.drafters.sizes import LayerSizes
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Reads, StageLoss, TargetSpec
 
@@ -21,74 +22,54 @@ Pick = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """Dimensions of a decoder layer, as a config.json names them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict | None
-    attention_bias: bool
-    head_norms: bool
-    """Qwen3's norms on queries and keys."""
-    max_position_embeddings: int
-
-    @staticmethod
-    def of(config: dict, *, head_norms: bool) -> "LayerSizes":
-        """Read from a config.json of transformers 4 or 5."""
-        check(config.get("hidden_act", "silu") == "silu", f"hidden_act {config.get('hidden_act')!r} is not supported; silu was expected")
-        theta, scaling = read_rope(config)
-        heads = config["num_attention_heads"]
-        return LayerSizes(hidden_size=config["hidden_size"], intermediate_size=config["intermediate_size"], num_attention_heads=heads,
-                          num_key_value_heads=config.get("num_key_value_heads") or heads,
-                          head_dim=config.get("head_dim") or config["hidden_size"] // heads, rms_norm_eps=config["rms_norm_eps"],
-                          rope_theta=theta, rope_scaling=scaling, attention_bias=config.get("attention_bias", False),
-                          head_norms=head_norms, max_position_embeddings=config.get("max_position_embeddings", 4096))
-
-    def public(self) -> dict:
-        """The keys of a config.json, rope both flat (transformers 4, serving engines) and nested (transformers 5)."""
-        rope = {"rope_theta": self.rope_theta, "rope_type": "default"} | (self.rope_scaling or {})
-        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size, "num_attention_heads": self.num_attention_heads,
-                "num_key_value_heads": self.num_key_value_heads, "head_dim": self.head_dim, "rms_norm_eps": self.rms_norm_eps,
-                "rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling, "rope_parameters": rope,
-                "attention_bias": self.attention_bias, "attention_dropout": 0.0, "hidden_act": "silu",
-                "max_position_embeddings": self.max_position_embeddings, "initializer_range": 0.02, "use_cache": True}
-
-
-def read_rope(config: dict) -> tuple[float, dict | None]:
-    """rope_theta and scaling, flat or nested. A missing or contradictory theta is an error: it would only cost acceptance."""
-    nested, flat = config.get("rope_parameters") or {}, config.get("rope_theta")
-    theta = nested.get("rope_theta", flat)
-    check(theta is not None, "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value")
-    check(flat is None or float(flat) == float(theta), f"config.json has rope_theta {flat} at the top level and {theta} in rope_parameters")
-    scaling = {key: value for key, value in (config.get("rope_scaling") or nested).items() if key != "rope_theta"}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    check(kind in ("default", "llama3"), f"rope_type {kind!r} is not supported; default and llama3 are")
-    return float(theta), (scaling | {"rope_type": kind} if kind == "llama3" else None)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DrafterShape:
     """What a checkpoint's config.json says of a drafter: enough to build it and to write it back."""
 
     format: str
     """Public layout: the name of a file in checkpoints/."""
-    sizes: LayerSizes
-    num_layers: int
+    layers: tuple[LayerSizes, ...]
     taps: tuple[int, ...]
     num_target_layers: int | None
     vocab_size: int
     target_hidden_size: int
     state: str = "context_norm"
     slot: str = "own"
+    head_scales: tuple[float, float | None] | None = None
+    """Scale of the target's embeddings and softcap of its logits, where a file says them."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layers[0].hidden_size
 
     @property
     def reads(self) -> Reads:
+        """Which of the target's states the drafter reads."""
         return Reads(taps=self.taps)
+
+    def on(self, target: TargetSpec, taps: Sequence[int]) -> "DrafterShape":
+        """The shape on a target, with what its file leaves to the target; `taps` are the caller's for files that name none."""
+        return self
+
+    def facts_of(self, target: TargetSpec, taps: Sequence[int]) -> dict:
+        """What a checkpoint made for this target would hold, field by field."""
+        facts = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "taps": tuple(taps)}
+        if self.num_target_layers is not None:
+            facts["num_target_layers"] = target.num_layers
+        if self.head_scales is not None:
+            facts["head_scales"] = (target.embed_scale, target.softcap)
+        return facts
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Multiply-adds times two of the linear layers, attention scores left out."""
+
+    context: int
+    """A context row."""
+    backbone: int
+    """A branch's stage without logits."""
+    head: int
+    """The logits of a branch's stage."""
 
 
 @dataclass(kw_only=True)
@@ -137,17 +118,6 @@ class DrafterConfig:
         return self
 
 
-class DecoderLayer(nn.Module):
-    """A pre-norm layer of Llama or Qwen3, under the public tensor names."""
-
-    def __init__(self, sizes: LayerSizes, width: int):
-        super().__init__()
-        self.self_attn = Attention(sizes, width)
-        self.mlp = MLP(sizes)
-        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-
-
 class Drafter(nn.Module):
     """Drafts k tokens a stage for every branch at once.
 
@@ -162,7 +132,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList()
-        self.norm = RMSNorm(shape.sizes.hidden_size, shape.sizes.rms_norm_eps)
+        self.norm = norm_of(shape.layers[0], shape.hidden_size)
         self.borrow(head)
 
     def borrow(self, head: TargetHead | None) -> None:
@@ -227,8 +197,8 @@ class Drafter(nn.Module):
         """A learned acceptance estimate [B, N, k], where a family has one."""
         return None
 
-    def flops_per_stage(self) -> int:
-        """Multiply-adds times two of one branch's stage, attention scores left out."""
+    def flops(self) -> Flops:
+        """Work of a context row and of a stage."""
         raise NotImplementedError
 
 
@@ -241,6 +211,6 @@ def take(state: DraftState, branches: int) -> DraftState:
                    hidden=None if state.hidden is None else state.hidden[:, :branches])
 
 
-def linear_flops(module: nn.Module) -> int:
+def linear_flops(*modules: nn.Module | None) -> int:
     """2 x the weights of all linear layers: the FLOPs of one row through each."""
-    return 2 * sum(layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
+    return 2 * sum(layer.weight.numel() for module in modules if module is not None for layer in module.modules() if isinstance(layer, nn.Linear))

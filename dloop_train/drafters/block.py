@@ -1,5 +1,6 @@
 """Block drafters: one pass of W slots drafts a whole stage; own states enter the next stage as context entries."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor, nn
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, DecoderLayer, Drafter, DrafterConfig, DrafterShape, LayerSizes, linear_flops
-from dloop_train.drafters.layers import RMSNorm
+from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, linear_flops
+from dloop_train.drafters.layers import DecoderLayer, norm_of
+from dloop_train.drafters.sizes import architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import KV, Context, DraftStage, DraftState, TargetSpec
 
@@ -26,6 +28,16 @@ class BlockShape(DrafterShape):
     mask_token_id: int
     num_anchors: int = 512
     """Kept for the layouts that write it."""
+    num_draft_tokens: int | None = None
+    """k where a checkpoint drafts fewer tokens than its slots allow."""
+
+    @property
+    def k(self) -> int:
+        most = self.width - 1 if self.alignment == "fill_in" else self.width
+        return most if self.num_draft_tokens is None else min(self.num_draft_tokens, most)
+
+    def facts_of(self, target: TargetSpec, taps: Sequence[int]) -> dict:
+        return super().facts_of(target, taps) | {"mask_token_id": target.mask_token_id}
 
 
 @dataclass(kw_only=True)
@@ -55,12 +67,15 @@ class BlockConfig(DrafterConfig):
         return replace(self, width=0, **trained)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> BlockShape:
-        head_norms = target.text_config["model_type"].startswith("qwen3")
-        # The public block layouts are Qwen3's; a drafter from scratch follows them whatever its target is.
-        return BlockShape(format=self.format, sizes=LayerSizes.of(target.text_config, head_norms=True if self.format else head_norms),
-                          num_layers=self.layers, taps=tuple(taps), num_target_layers=target.num_layers, vocab_size=target.vocab_size,
-                          target_hidden_size=target.hidden_size, width=self.width or 8, alignment=self.alignment,
-                          mask_token_id=target.mask_token_id, state=self.state, slot=self.slot)
+        return BlockShape(**self.shape_fields(target, taps))
+
+    def shape_fields(self, target: TargetSpec, taps: list[int]) -> dict:
+        """What all block drafters from scratch have in common. DeepSpec's layouts have the target's own layers, the others Qwen3's."""
+        native = self.format.startswith("deepspec") and architecture_of(target.text_config) == "gemma4"
+        return dict(format=self.format, layers=layers_for(target.text_config, "gemma4" if native else "qwen3", self.layers), taps=tuple(taps),
+                    num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, width=self.width or 8,
+                    alignment=self.alignment, mask_token_id=target.mask_token_id, state=self.state, slot=self.slot,
+                    head_scales=(target.embed_scale, target.softcap) if native else None)
 
 
 class BlockDrafter(Drafter):
@@ -70,15 +85,13 @@ class BlockDrafter(Drafter):
 
     def __init__(self, shape: BlockShape, head: TargetHead | None, gamma: float):
         super().__init__(shape, head)
-        sizes = shape.sizes
-        self.fc = nn.Linear(len(shape.taps) * shape.target_hidden_size, sizes.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
-        self.layers.extend(DecoderLayer(sizes, sizes.hidden_size) for _ in range(shape.num_layers))
-        self.gamma = gamma
+        self.fc = nn.Linear(len(shape.taps) * shape.target_hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = norm_of(shape.layers[0], shape.hidden_size)
+        self.layers.extend(DecoderLayer(sizes, shape.hidden_size) for sizes in shape.layers)
+        self.gamma, self.k = gamma, shape.k
         fill_in = shape.alignment == "fill_in"
-        self.k = shape.width - 1 if fill_in else shape.width
-        self.predicts = slice(1, None) if fill_in else slice(0, None)
-        self.own_slots = slice(1, None) if fill_in and shape.slot == "next" else slice(0, self.k)
+        self.predicts = slice(1, 1 + self.k) if fill_in else slice(0, self.k)
+        self.own_slots = slice(1, 1 + self.k) if fill_in and shape.slot == "next" else slice(0, self.k)
 
     def slot_weights(self) -> Tensor:
         return torch.exp(-torch.arange(self.k) / self.gamma)
@@ -112,11 +125,9 @@ class BlockDrafter(Drafter):
             normed = layer.input_layernorm(rows)
             block = layer.self_attn.project(normed, positions)
             own = block if state.own is None else append((state.own[index],), (block,), dim=2)[0]
-            rows = rows + layer.self_attn(normed, positions, state.context[index], own, state.origin)
-            rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+            rows = layer.finish(rows, layer.self_attn(normed, positions, state.context[index], own, state.origin))
         return DraftStage(rows, self.predicts, replace(state, position=state.position + self.k, hidden=rows))
 
-    def flops_per_stage(self) -> int:
-        layers = sum(linear_flops(layer) for layer in self.layers)
-        head = 2 * self.shape.vocab_size * self.shape.sizes.hidden_size
-        return self.shape.width * layers + self.k * head + self.k * linear_flops(self.fc)
+    def flops(self) -> Flops:
+        context = linear_flops(self.fc, *(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)))
+        return Flops(context, self.shape.width * linear_flops(self.layers), 2 * self.k * self.shape.vocab_size * self.shape.hidden_size)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, linear_flops
-from dloop_train.types import KV, Context, DraftStage, DraftState
+from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, linear_flops
+from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
+from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,38 +42,48 @@ class ChainConfig(DrafterConfig):
 
 
 class ChainDrafter(Drafter):
-    """Row p of a chain pairs the feature of position p with the token at p + 1 and predicts the token at p + 2.
+    """Drafts one token a pass from (last token, hidden state): the target's at first, then what it feeds back itself.
 
-    The first pass of a round is row origin - 1: the last known feature with the anchor. It belongs to the branch, so the
-    context it sees is what lies strictly before that row.
+    The loss is soft cross-entropy against the target's distribution, decay^j a step (EAGLE-3's objective).
     """
 
     shape: ChainShape
+    frozen_head = True
+    """Whether the rows of the lm_head are never trained."""
 
     def __init__(self, shape: ChainShape, head, *, k: int, decay: float):
         super().__init__(shape, head)
         self.k, self.decay = k, decay
 
+    # What a family implements
+
     def project_features(self, features: Tensor) -> Tensor:
-        """Target features to the drafter's width. [B, T, L*D] -> [B, T, D]"""
+        """Feature rows to what the first pass is fed as a hidden state. [B, T, F] -> [B, T, D]"""
         raise NotImplementedError
+
+    def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, tuple[KV, ...] | None]:
+        """One pass after tokens [B, N] and fed states [B, N, D]: the final layer's output [B, N, D] and the own states behind it."""
+        raise NotImplementedError
+
+    def feedback(self, hidden: Tensor) -> Tensor:
+        """What of a pass's output the next pass is fed. [B, N, D] -> [B, N, D]"""
+        return hidden
+
+    def head_logits(self, normed: Tensor) -> Tensor:
+        """Normed hidden states to logits over the draft vocabulary."""
+        return self.head.logits(normed)
+
+    def kept_ids(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
+        return None
+
+    # What all share
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.head.embed(tokens).to(self.norm.weight.dtype)
 
-    def paired(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Embedding first, hidden state second, each behind its own norm. -> [..., 2 D]"""
-        layer = self.layers[0]
-        return torch.cat([layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(hidden)], dim=-1)
-
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
-
-    def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
-        projected = self.project_features(context.features)
-        positions = torch.arange(context.start, context.start + projected.shape[1], device=projected.device).expand(projected.shape[:2])
-        # One layer: the keys of a row need its inputs alone, no attention.
-        return (self.layers[0].self_attn.project(self.paired(context.tokens[:, 1:], projected), positions),), projected
 
     def open(self, kv: tuple[KV, ...], projected: Tensor, start: int, origins: Tensor) -> DraftState:
         rows = (origins - 1 - start)[..., None].expand(-1, -1, projected.shape[-1])
@@ -80,21 +91,63 @@ class ChainDrafter(Drafter):
         return DraftState(context=kv, own=None, origin=origins, position=origins, hidden=hidden)
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
-        layer, own = self.layers[0], state.own
-        hidden, tokens, said, chosen = state.hidden[:, :, -1], anchors, [], []
+        own, fed = state.own, state.hidden[:, :, -1]
+        tokens, said, chosen = anchors, [], []
         for step in range(self.k):
-            positions = (state.position - 1 + step)[..., None]  # [B, N, 1]
-            row = self.paired(tokens, hidden)[:, :, None]
-            own = append(own, (layer.self_attn.project(row, positions),), dim=2)
-            mixed = hidden + layer.self_attn(row, positions, state.context[0], own[0], state.origin - 1)[:, :, 0]
-            hidden = mixed + layer.mlp(layer.post_attention_layernorm(mixed))
+            hidden, own = self.advance(tokens, fed, step, state, own)
+            fed = self.feedback(hidden)
             said.append(hidden)
             tokens = choose(step, hidden)
             chosen.append(tokens)
-        stacked = torch.stack(said, dim=2)  # [B, N, k, D]
-        after = replace(state, own=own, position=state.position + self.k, hidden=stacked)
-        return DraftStage(stacked, slice(None), after, tokens=torch.stack(chosen, dim=2))
+        after = replace(state, own=own, position=state.position + self.k, hidden=fed[:, :, None])
+        return DraftStage(torch.stack(said, dim=2), slice(None), after, tokens=torch.stack(chosen, dim=2))
 
-    def flops_per_stage(self) -> int:
-        head = 2 * self.shape.draft_vocab_size * self.shape.sizes.hidden_size
-        return self.k * (linear_flops(self.layers[0]) + head + linear_flops(self.fc))
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head_logits(self.norm(hidden))
+
+    def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
+        # The norm stays outside: it is trained, also where the head below it is frozen.
+        return stage_loss(self.row_loss, self.norm(stage.hidden), labels, self.slot_weights(), max_rows=max_rows, frozen=self.frozen_head)
+
+    def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head_logits(normed)
+        with torch.no_grad():
+            target = self.head.logits(teacher.to(normed.dtype), self.kept_ids())
+            correct = self.token_ids(logits.argmax(-1)) == tokens
+        losses = soft_cross_entropy(logits, target)
+        return (weights * losses).sum(), by_slot(correct, slots, self.k, losses)
+
+
+class OwnKeysChain(ChainDrafter):
+    """A chain of one layer with keys and values of its own (EAGLE-3, Qwen3.5's MTP).
+
+    Row p pairs the state of position p with the token at p + 1 and predicts the token at p + 2. The first pass of a round is
+    row origin - 1: the last known state with the anchor. It belongs to the branch, so the context it sees is what lies
+    strictly before that row.
+    """
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream [..., D] and what enters the attention's projections, of (token, hidden state) pairs."""
+        raise NotImplementedError
+
+    def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
+        projected = self.project_features(context.features)
+        positions = torch.arange(context.start, context.start + projected.shape[1], device=projected.device).expand(projected.shape[:2])
+        # One layer: the keys of a row need its inputs alone, no attention.
+        return (self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], positions),), projected
+
+    def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, tuple[KV, ...] | None]:
+        layer = self.layers[0]
+        positions = (state.position - 1 + step)[..., None]  # [B, N, 1]
+        residual, row = (part[:, :, None] for part in self.inputs(tokens, fed))
+        own = append(own, (layer.self_attn.project(row, positions),), dim=2)
+        return layer.finish(residual, layer.self_attn(row, positions, state.context[0], own[0], state.origin - 1))[:, :, 0], own
+
+    def flops(self) -> Flops:
+        layer, attention = self.layers[0], self.layers[0].self_attn
+        head = 2 * self.shape.draft_vocab_size * self.shape.hidden_size
+        return Flops(linear_flops(self.fc, attention.k_proj, attention.v_proj), self.k * (linear_flops(layer) + self.pair_flops()), self.k * head)
+
+    def pair_flops(self) -> int:
+        """Work of pairing a token with a hidden state that the drafter fed back."""
+        return 0

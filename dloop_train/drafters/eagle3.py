@@ -1,17 +1,17 @@
-"""EAGLE-3: a one-layer chain drafter, with a Llama layer (SpecForge's layout) or a Qwen3 layer (DeepSpec's)."""
+"""EAGLE-3: a one-layer chain drafter, with a Llama layer (SpecForge's layout) or the target's own kind of layer (DeepSpec's)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import DecoderLayer, LayerSizes
-from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
-from dloop_train.drafters.layers import RMSNorm
-from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
+from dloop_train.drafters.chain import ChainConfig, ChainShape, OwnKeysChain
+from dloop_train.drafters.layers import DecoderLayer, norm_of
+from dloop_train.drafters.sizes import architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
-from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
+from dloop_train.types import TargetSpec
 
 FORMATS = ("specforge_eagle3", "deepspec_eagle3")
 
@@ -26,6 +26,14 @@ class Eagle3Shape(ChainShape):
     """EAGLE-3.1: one norm a tap before fc."""
     num_taps: int = 3
     """How many taps a file reads that names none."""
+
+    def on(self, target: TargetSpec, taps: Sequence[int]) -> "Eagle3Shape":
+        """Official files name no taps: of three they mean the authors' own, of another number the caller's."""
+        if self.taps:
+            return self
+        found = (1, target.num_layers // 2 - 1, target.num_layers - 4) if self.num_taps == 3 else tuple(taps)
+        check(len(found) == self.num_taps, f"the drafter reads {self.num_taps} taps and names none; set drafter.taps=[...] to as many")
+        return replace(self, taps=found)
 
 
 @dataclass(kw_only=True)
@@ -45,30 +53,33 @@ class Eagle3Config(ChainConfig):
         check(self.layers == 1, f"eagle3 drafters have one layer, got drafter.layers={self.layers}")
 
     def shape(self, target: TargetSpec, taps: list[int]) -> Eagle3Shape:
-        qwen3 = self.format == "deepspec_eagle3"
-        return Eagle3Shape(format=self.format, sizes=LayerSizes.of(target.text_config, head_norms=qwen3), num_layers=1, taps=tuple(taps),
+        deepspec = self.format == "deepspec_eagle3"
+        native = "gemma4" if architecture_of(target.text_config) == "gemma4" else "qwen3"
+        return Eagle3Shape(format=self.format, layers=layers_for(target.text_config, native if deepspec else "llama", 1), taps=tuple(taps),
                            num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size,
-                           draft_vocab_size=(0 if qwen3 else self.draft_vocab_size) or target.vocab_size, own_lm_head=not qwen3,
-                           fc_norm=self.fc_norm, steps=self.tokens_per_stage if qwen3 else None, state="raw")
+                           draft_vocab_size=(0 if deepspec else self.draft_vocab_size) or target.vocab_size, own_lm_head=not deepspec,
+                           fc_norm=self.fc_norm, steps=self.tokens_per_stage if deepspec else None, state="raw",
+                           head_scales=(target.embed_scale, target.softcap) if deepspec and native == "gemma4" else None)
 
     def build(self, shape: Eagle3Shape, head: TargetHead | None) -> "Eagle3":
         return Eagle3(shape, head, k=self.tokens_per_stage, decay=self.decay)
 
 
-class Eagle3(ChainDrafter):
-    """Feeds back its pre-norm output; the loss is soft cross-entropy against the target, 0.8^j a step."""
+class Eagle3(OwnKeysChain):
+    """Feeds back its pre-norm output."""
 
     shape: Eagle3Shape
 
     def __init__(self, shape: Eagle3Shape, head: TargetHead | None, *, k: int, decay: float):
         super().__init__(shape, head, k=k, decay=decay)
-        sizes, taps = shape.sizes, len(shape.taps) or shape.num_taps
-        self.fc = nn.Linear(taps * shape.target_hidden_size, sizes.hidden_size, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(shape.target_hidden_size, sizes.rms_norm_eps) for _ in range(taps)) if shape.fc_norm else None
-        layer = DecoderLayer(sizes, 2 * sizes.hidden_size)
-        layer.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        sizes, taps = shape.layers[0], len(shape.taps) or shape.num_taps
+        self.fc = nn.Linear(taps * shape.target_hidden_size, shape.hidden_size, bias=False)
+        self.fc_norm = nn.ModuleList(norm_of(sizes, shape.target_hidden_size) for _ in range(taps)) if shape.fc_norm else None
+        layer = DecoderLayer(sizes, 2 * shape.hidden_size)
+        layer.hidden_norm = norm_of(sizes, shape.hidden_size)
         self.layers.append(layer)
-        self.lm_head = nn.Linear(sizes.hidden_size, shape.draft_vocab_size, bias=False) if shape.own_lm_head else None
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False) if shape.own_lm_head else None
+        self.frozen_head = self.lm_head is None
         reduced = shape.draft_vocab_size < shape.vocab_size
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None)
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None)
@@ -91,19 +102,10 @@ class Eagle3(ChainDrafter):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        normed = self.norm(hidden)
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The raw hidden state, and the pair [embedding, hidden state], each behind its own norm."""
+        layer = self.layers[0]
+        return hidden, torch.cat([layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(hidden)], dim=-1)
+
+    def head_logits(self, normed: Tensor) -> Tensor:
         return self.head.logits(normed) if self.lm_head is None else self.lm_head(normed)
-
-    def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
-        return stage_loss(self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(),
-                          max_rows=max_rows, frozen=self.lm_head is None)
-
-    def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head.logits(normed) if self.lm_head is None else self.lm_head(normed)
-        kept = self.kept_ids()
-        with torch.no_grad():
-            target = self.head.logits(teacher.to(normed.dtype), kept)
-            correct = self.token_ids(logits.argmax(-1)) == tokens
-        losses = soft_cross_entropy(logits, target)
-        return (weights * losses).sum(), by_slot(correct, slots, self.k, losses)

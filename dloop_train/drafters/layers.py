@@ -1,34 +1,62 @@
-"""Layers that drafters share: RMS norm, rotary positions, the attention projections and the gated MLP of Llama and Qwen3."""
+"""Layers that drafters share: RMS norm, rotary positions, attention and the gated MLP of Llama, Qwen3, Qwen3.5 and Gemma 4."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dloop_train.drafters.attention import loop_attention
+from dloop_train.drafters.sizes import LayerSizes, Rope
 from dloop_train.types import KV
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in at least fp32 and multiplied by its weight in the input's dtype (as Llama and Qwen3 do)."""
+    """Root-mean-square norm, computed in at least fp32.
 
-    def __init__(self, size: int, eps: float):
+    Forms differ in the product with the weight: `plain` (Llama, Qwen3) in the input's dtype, `precise` (Gemma 4) in fp32,
+    `zero_centred` (Qwen3.5) in fp32 with one plus the weight.
+    """
+
+    def __init__(self, size: int, eps: float, form: str = "plain"):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.form = eps, form
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - self.centre))
+
+    @property
+    def centre(self) -> float:
+        """What is added to the weight."""
+        return 1.0 if self.form == "zero_centred" else 0.0
 
     def forward(self, rows: Tensor) -> Tensor:
-        precise = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        return self.weight * (precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)).to(rows.dtype)
+        normed = unit_rms(rows, self.eps)
+        if self.form == "plain":
+            return self.weight * normed.to(rows.dtype)
+        return (normed * (self.weight.to(normed.dtype) + self.centre)).to(rows.dtype)
+
+
+def unit_rms(rows: Tensor, eps: float) -> Tensor:
+    """Rows of root mean square one, in at least fp32."""
+    precise = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def norm_of(sizes: LayerSizes, size: int) -> RMSNorm:
+    """A norm as this architecture has it."""
+    return RMSNorm(size, sizes.rms_norm_eps, sizes.parts.norm)
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding over the halves of a head; `scaling` as in Llama 3 where the config asks for it."""
+    """Rotary position embedding over the halves of a head, or of its first part."""
 
-    def __init__(self, size: int, theta: float, scaling: dict | None = None):
+    def __init__(self, size: int, rope: Rope):
         super().__init__()
-        frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+        turned = size if rope.kind == "proportional" else int(size * rope.part)
+        frequencies = rope.theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        if rope.kind == "llama3":
+            frequencies = llama3_scaled(frequencies, dict(rope.scaling))
+        if rope.kind == "proportional":
+            frequencies[int(rope.part * size // 2):] = 0
         # kept in float64 and outside the state dict: bf16 frequencies would move far positions
-        self.frequencies = llama3_scaled(frequencies, scaling) if scaling else frequencies
+        self.frequencies, self.turned = frequencies, turned
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [...] -> [..., E]"""
@@ -40,8 +68,10 @@ class Rotary(nn.Module):
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         """[..., H, E] at positions [...]"""
         cos, sin = (table[..., None, :] for table in self.tables(positions, heads.dtype))
-        first, second = heads.chunk(2, dim=-1)
-        return heads * cos + torch.cat([-second, first], dim=-1) * sin
+        turned, still = heads[..., :self.turned], heads[..., self.turned:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+        return turned if still.shape[-1] == 0 else torch.cat([turned, still], dim=-1)
 
 
 def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
@@ -53,40 +83,75 @@ def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections of one layer. `width` is the input's size (2 D for EAGLE-3); head norms as in Qwen3 where asked."""
+    """Projections of one layer. `width` is the input's size (2 D for EAGLE-3); a layer with `lent_keys` has queries alone."""
 
-    def __init__(self, sizes, width: int):
+    def __init__(self, sizes: LayerSizes, width: int, *, lent_keys: bool = False):
         super().__init__()
-        self.heads, self.groups, self.size = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
-        bias = sizes.attention_bias
-        self.q_proj = nn.Linear(width, self.heads * self.size, bias=bias)
-        self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
-        self.v_proj = nn.Linear(width, self.groups * self.size, bias=bias)
+        parts, bias = sizes.parts, sizes.attention_bias
+        self.heads, self.groups, self.size, self.eps = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim, sizes.rms_norm_eps
+        self.window, self.causal, self.gated, self.value_norm = sizes.window, sizes.causal, parts.output_gate, parts.value_norm
+        self.scale = 1.0 if parts.unit_scale else self.size**-0.5
+        self.q_proj = nn.Linear(width, self.heads * self.size * (2 if parts.output_gate else 1), bias=bias)
         self.o_proj = nn.Linear(self.heads * self.size, sizes.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(self.size, sizes.rms_norm_eps) if sizes.head_norms else nn.Identity()
-        self.k_norm = RMSNorm(self.size, sizes.rms_norm_eps) if sizes.head_norms else nn.Identity()
-        self.rotary = Rotary(self.size, sizes.rope_theta, sizes.rope_scaling)
+        self.q_norm = norm_of(sizes, self.size) if parts.head_norms else nn.Identity()
+        self.rotary = Rotary(self.size, sizes.rope)
+        if not lent_keys:
+            self.k_proj = nn.Linear(width, self.groups * self.size, bias=bias)
+            self.v_proj = None if sizes.keys_are_values else nn.Linear(width, self.groups * self.size, bias=bias)
+            self.k_norm = norm_of(sizes, self.size) if parts.head_norms else nn.Identity()
 
     def project(self, rows: Tensor, positions: Tensor) -> KV:
         """Keys and values of rows [..., width] at positions [...]"""
-        keys = self.k_norm(self.k_proj(rows).unflatten(-1, (self.groups, self.size)))
-        return KV(self.rotary.rotate(keys, positions), self.v_proj(rows).unflatten(-1, (self.groups, self.size)))
+        plain = self.k_proj(rows).unflatten(-1, (self.groups, self.size))
+        values = plain if self.v_proj is None else self.v_proj(rows).unflatten(-1, (self.groups, self.size))
+        if self.value_norm:
+            values = unit_rms(values, self.eps).to(values.dtype)
+        return KV(self.rotary.rotate(self.k_norm(plain), positions), values)
 
-    def forward(self, rows: Tensor, positions: Tensor, context: KV, own: KV, origin: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, positions: Tensor, context: KV, own: KV | None, origin: Tensor) -> Tensor:
         """Rows [B, N, Q, width] attend to the context before the origin and to `own` (which holds these rows too)."""
-        queries = self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads, self.size)))
-        mixed = loop_attention(self.rotary.rotate(queries, positions), context, own, origin, self.size**-0.5)
-        return self.o_proj(mixed.flatten(-2))
+        projected = self.q_proj(rows).unflatten(-1, (self.heads, -1))
+        queries, gate = projected.chunk(2, dim=-1) if self.gated else (projected, None)
+        queries = self.rotary.rotate(self.q_norm(queries), positions)
+        mixed = loop_attention(queries, context, own, origin, self.scale, window=self.window, causal=self.causal)
+        return self.o_proj((mixed if gate is None else mixed * torch.sigmoid(gate)).flatten(-2))
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A gated MLP: SwiGLU, or with Gemma's tanh form of GELU."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes: LayerSizes):
         super().__init__()
         self.gate_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
         self.up_proj = nn.Linear(sizes.hidden_size, sizes.intermediate_size, bias=False)
         self.down_proj = nn.Linear(sizes.intermediate_size, sizes.hidden_size, bias=False)
+        self.approximate = sizes.parts.activation != "silu"
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        gate = self.gate_proj(rows)
+        return self.down_proj((F.gelu(gate, approximate="tanh") if self.approximate else F.silu(gate)) * self.up_proj(rows))
+
+
+class DecoderLayer(nn.Module):
+    """A layer under the public tensor names. Drafters differ in what enters its attention; what follows is the same for all."""
+
+    def __init__(self, sizes: LayerSizes, width: int, *, lent_keys: bool = False):
+        super().__init__()
+        self.self_attn = Attention(sizes, width, lent_keys=lent_keys)
+        self.mlp = MLP(sizes)
+        self.input_layernorm = norm_of(sizes, sizes.hidden_size)
+        self.post_attention_layernorm = norm_of(sizes, sizes.hidden_size)
+        self.sandwich = sizes.parts.sandwich
+        if self.sandwich:
+            self.pre_feedforward_layernorm = norm_of(sizes, sizes.hidden_size)
+            self.post_feedforward_layernorm = norm_of(sizes, sizes.hidden_size)
+            self.register_buffer("layer_scalar", torch.ones(1))
+
+    def finish(self, rows: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream `rows` [..., D] after attention's output `mixed` and the MLP."""
+        if not self.sandwich:
+            rows = rows + mixed
+            return rows + self.mlp(self.post_attention_layernorm(rows))
+        rows = rows + self.post_attention_layernorm(mixed)
+        rows = rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
+        return rows * self.layer_scalar

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dloop_train.checkpoints.files import read_shape, require_fit, tapped
+from dloop_train.checkpoints.files import read_shape, require_fit
 from dloop_train.config import DATA, Config, TargetConfig, check
 from dloop_train.data.prompts import JsonLines, PerfectBlend
 from dloop_train.drafters.base import Drafter, linear_flops
@@ -176,7 +176,7 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
         folder = local_drafter(config)
         if folder is None:
             return None
-        shape = tapped(settings.looped(read_shape(folder)), spec, taps)
+        shape = settings.looped(read_shape(folder)).on(spec, taps)
         require_fit(shape, spec, taps, folder)
     with torch.device("meta"):
         return settings.build(shape, None)
@@ -260,11 +260,9 @@ def step_flops(drafter: Drafter, *, batch_size: int, length: float, origins: int
     Forward is the context once a token, the backbone in every stage and the head where a stage carries loss. Left out:
     attention scores, own states' projections, and the target's own logits where a loss compares with them.
     """
-    head, fuse = 2 * draft_vocabulary(drafter) * drafter.shape.sizes.hidden_size, linear_flops(drafter.fc)
-    backbone = drafter.flops_per_stage() - drafter.k * (head + fuse)
-    context = fuse + sum(linear_flops(layer.self_attn.k_proj) + linear_flops(layer.self_attn.v_proj) for layer in drafter.layers)
-    branch = mean_stages(terms) * backbone + mean_logit_passes(terms) * drafter.k * head
-    return 3 * batch_size * (length * context + origins * branch)
+    flops = drafter.flops()
+    branch = mean_stages(terms) * flops.backbone + mean_logit_passes(terms) * flops.head
+    return 3 * batch_size * (length * flops.context + origins * branch)
 
 
 def state_bytes(parameters: int, *, precision: str, stage: int, offload: bool, ranks: int) -> dict[str, float]:

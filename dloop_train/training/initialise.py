@@ -24,7 +24,7 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
     with torch.no_grad():
         for layer, source, (query, key) in zip(drafter.layers, theirs, sizes, strict=True):
             copy_layer(layer, source)
-            if drafter.shape.sizes.head_norms and not hasattr(source.self_attn, "q_norm"):
+            if drafter.shape.layers[0].parts.head_norms and not hasattr(source.self_attn, "q_norm"):
                 layer.self_attn.q_norm.weight.fill_(query)
                 layer.self_attn.k_norm.weight.fill_(key)
         if hasattr(drafter, "hidden_norm"):  # block drafters: one norm in front of every layer's context projections

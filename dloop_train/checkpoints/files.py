@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 import dloop_train.checkpoints as layouts
@@ -46,23 +46,28 @@ def read_config(folder: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint: one safetensors file, an index of several, or a pytorch_model.bin of plain tensors."""
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Tensors of a checkpoint whose names start with `prefix`: one safetensors file, an index of several, or a pytorch_model.bin of plain tensors.
+
+    Files without such a tensor are not opened where there is an index, and other tensors are not read.
+    """
     index, single, pickled = folder / "model.safetensors.index.json", folder / "model.safetensors", folder / "pytorch_model.bin"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        places = json.loads(index.read_text())["weight_map"]
+        files = sorted({file for name, file in places.items() if name.startswith(prefix)})
         missing = [name for name in files if not (folder / name).is_file()]
         check(not missing, f"{index} names {missing}, which are not there; the download is incomplete")
-        return {name: tensor for file in files for name, tensor in load_safely(folder / file).items()}
+        return {name: tensor for file in files for name, tensor in load_safely(folder / file, prefix).items()}
     if single.is_file():
-        return load_safely(single)
+        return load_safely(single, prefix)
     check(pickled.is_file(), f"{folder} has no model.safetensors, index or pytorch_model.bin")
-    return torch.load(pickled, map_location="cpu", weights_only=True)
+    return {name: tensor for name, tensor in torch.load(pickled, map_location="cpu", weights_only=True).items() if name.startswith(prefix)}
 
 
-def load_safely(path: Path) -> dict[str, Tensor]:
+def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
     except SafetensorError as error:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again") from error
 
@@ -93,7 +98,7 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
     shape = looped_as(shape, settings, config, folder)
     if not shape.taps and taps:
         shape = replace(shape, taps=tuple(taps))
-    tensors = {name.removeprefix("_orig_mod.").removeprefix("model."): tensor for name, tensor in read_tensors(folder).items()}
+    tensors = {name.removeprefix("_orig_mod.").removeprefix("model."): tensor for name, tensor in read_tensors(folder, getattr(layout, "PREFIX", "")).items()}
     own = layout.from_public(tensors)
     copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
     drafter = settings.build(shape, merge_heads(copies, head, shape.head_scales, folder, dtype))

@@ -11,6 +11,7 @@ from dloop_train.config import check
 from dloop_train.drafters.layers import norm_of
 from dloop_train.drafters.sizes import LayerSizes
 from dloop_train.targets.head import TargetHead
+from dloop_train.targets.target import Target
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Reads, StageLoss, TargetSpec
 
 Choose = Callable[[int, Tensor], Tensor]
@@ -196,6 +197,10 @@ class Drafter(nn.Module):
     def confidence(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor | None:
         """A learned acceptance estimate [B, N, k], where a family has one."""
         return None
+
+    def initialise(self, target: Target) -> None:
+        """What of a drafter from scratch the target's last layers do not give; called without gradients."""
+        raise NotImplementedError
 
     def flops(self) -> Flops:
         """Work of a context row and of a stage."""

@@ -12,6 +12,7 @@ from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterSha
 from dloop_train.drafters.layers import DecoderLayer, norm_of
 from dloop_train.drafters.sizes import architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
+from dloop_train.targets.target import Target
 from dloop_train.types import KV, Context, DraftStage, DraftState, TargetSpec
 
 ALIGNMENTS = ("fill_in", "shifted")
@@ -127,6 +128,14 @@ class BlockDrafter(Drafter):
             own = block if state.own is None else append((state.own[index],), (block,), dim=2)[0]
             rows = layer.finish(rows, layer.self_attn(normed, positions, state.context[index], own, state.origin))
         return DraftStage(rows, self.predicts, replace(state, position=state.position + self.k, hidden=rows))
+
+    def initialise(self, target: Target) -> None:
+        """The fused features start as the output of the deepest tap, behind the norm of the first copied layer."""
+        width = self.shape.hidden_size
+        self.hidden_norm.weight.copy_(self.layers[0].input_layernorm.weight)
+        if self.shape.target_hidden_size == width:
+            self.fc.weight.zero_()
+            self.fc.weight[:, -width:] = torch.eye(width)
 
     def flops(self) -> Flops:
         context = linear_flops(self.fc, *(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)))

@@ -11,6 +11,7 @@ from dloop_train.drafters.chain import ChainConfig, ChainShape, OwnKeysChain
 from dloop_train.drafters.layers import DecoderLayer, norm_of
 from dloop_train.drafters.sizes import architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
+from dloop_train.targets.target import Target
 from dloop_train.types import TargetSpec
 
 FORMATS = ("specforge_eagle3", "deepspec_eagle3")
@@ -95,6 +96,13 @@ class Eagle3(OwnKeysChain):
 
     def token_ids(self, drafted: Tensor) -> Tensor:
         return drafted if self.d2t is None else drafted + self.d2t[drafted]
+
+    def initialise(self, target: Target) -> None:
+        """The fused features start as the output of the deepest tap."""
+        width = self.shape.hidden_size
+        if self.shape.target_hidden_size == width:
+            self.fc.weight.zero_()
+            self.fc.weight[:, -width:] = torch.eye(width)
 
     def project_features(self, features: Tensor) -> Tensor:
         if self.fc_norm is not None:

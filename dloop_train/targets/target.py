@@ -52,6 +52,11 @@ class Target:
             layer.register_forward_hook(self._tapped.recorder(index))
 
     @property
+    def norm_centre(self) -> float:
+        """What the model's norms add to their weights."""
+        return 1.0 if self.spec.text_config["model_type"].startswith("qwen3_5") else 0.0
+
+    @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 

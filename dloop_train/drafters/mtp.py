@@ -1,0 +1,83 @@
+"""MTP: the one-layer chain drafter that Qwen3.5 carries in its own checkpoint, fed with the target's normed hidden state."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dloop_train.config import check
+from dloop_train.drafters.base import linear_flops
+from dloop_train.drafters.chain import ChainConfig, ChainShape, OwnKeysChain
+from dloop_train.drafters.layers import DecoderLayer, norm_of
+from dloop_train.drafters.sizes import layers_for
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.target import Target
+from dloop_train.types import Reads, TargetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPShape(ChainShape):
+    """An MTP module; its config.json is the target's own."""
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(last_hidden=True)
+
+    def facts_of(self, target: TargetSpec, taps) -> dict:
+        return super().facts_of(target, ())
+
+
+@dataclass(kw_only=True)
+class MTPConfig(ChainConfig):
+    """Qwen3.5's MTP module."""
+
+    tokens_per_stage: int = 3
+
+    family = "mtp"
+    kind = ""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.format = self.format or "qwen35_mtp"
+        check(self.layers == 1, f"an MTP module has one layer, got drafter.layers={self.layers}")
+        check(not self.taps, "mtp drafters read the target's last hidden state and no taps; leave drafter.taps out")
+
+    def reads(self, taps: list[int]) -> Reads:
+        return Reads(last_hidden=True)
+
+    def shape(self, target: TargetSpec, taps: list[int]) -> MTPShape:
+        return MTPShape(format=self.format, layers=layers_for(target.text_config, "qwen3_5", 1), taps=(), num_target_layers=target.num_layers,
+                        vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size, state="post_norm")
+
+    def build(self, shape: MTPShape, head: TargetHead | None) -> "MTP":
+        return MTP(shape, head, k=self.tokens_per_stage, decay=self.decay)
+
+
+class MTP(OwnKeysChain):
+    """Feeds back its post-norm output, which is also what the target's lm_head reads."""
+
+    def __init__(self, shape: MTPShape, head: TargetHead | None, *, k: int, decay: float):
+        super().__init__(shape, head, k=k, decay=decay)
+        sizes, width = shape.layers[0], shape.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm_of(sizes, width), norm_of(sizes, width)
+        self.layers.append(DecoderLayer(sizes, width))
+
+    def initialise(self, target: Target) -> None:
+        """The layer starts on the sum of both halves."""
+        self.fc.weight.copy_(torch.cat([torch.eye(self.shape.hidden_size)] * 2, dim=1))
+
+    def project_features(self, features: Tensor) -> Tensor:
+        return features
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedding first, hidden state second."""
+        pair = torch.cat([self.pre_fc_norm_embedding(self.embed(tokens)), self.pre_fc_norm_hidden(hidden)], dim=-1)
+        rows = self.fc(pair)
+        return rows, self.layers[0].input_layernorm(rows)
+
+    def feedback(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+    def pair_flops(self) -> int:
+        return linear_flops(self.fc)

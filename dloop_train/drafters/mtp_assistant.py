@@ -1,0 +1,136 @@
+"""MTP assistant: Gemma 4's chain drafter, whose queries read the target's own keys and values, frozen during a round."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dloop_train.config import check
+from dloop_train.drafters.base import Flops, linear_flops
+from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
+from dloop_train.drafters.layers import DecoderLayer
+from dloop_train.drafters.sizes import FULL, LayerSizes, read_rope
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.target import Target
+from dloop_train.types import KV, Context, DraftState, Reads, SharedKV, TargetSpec
+
+POSITIONS = ("last_kv", "bonus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantShape(ChainShape):
+    """An assistant checkpoint."""
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(shared_kv=True, last_hidden=True)
+
+    @property
+    def shared_kv(self) -> tuple[tuple[int, int, int | None], ...]:
+        """(groups, size, window) of the keys that sliding layers and full layers attend to."""
+        sliding = [layer for layer in self.layers if layer.window is not None] or self.layers
+        full = [layer for layer in self.layers if layer.window is None] or self.layers
+        return tuple((layer.num_key_value_heads, layer.head_dim, layer.window) for layer in (sliding[0], full[0]))
+
+    def facts_of(self, target: TargetSpec, taps) -> dict:
+        lent = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)
+        return super().facts_of(target, ()) | {"shared_kv": lent}
+
+
+@dataclass(kw_only=True)
+class AssistantConfig(ChainConfig):
+    """Gemma 4's assistant."""
+
+    tokens_per_stage: int = 4
+    layers: int = 4
+    hidden_size: int = 256
+    """D of an assistant from scratch; its feed-forward layers are four times as wide."""
+    draft_position: str = "last_kv"
+    """RoPE position of all passes of a round: last_kv is the newest known row, bonus the anchor's. Engines disagree."""
+    train_embedding: bool = False
+    """Train the drafter's own embedding, which is its lm_head alone."""
+
+    family = "mtp_assistant"
+    kind = ""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.format = self.format or "gemma4_assistant"
+        check(self.draft_position in POSITIONS, f"drafter.draft_position must be one of {POSITIONS}, got {self.draft_position!r}")
+        check(not self.taps, "mtp_assistant drafters read the target's keys and values and no taps; leave drafter.taps out")
+
+    def reads(self, taps: list[int]) -> Reads:
+        return Reads(shared_kv=True, last_hidden=True)
+
+    def shape(self, target: TargetSpec, taps: list[int]) -> AssistantShape:
+        """All but the last layer attend to the target's last sliding layer, the last one to its last full one."""
+        sliding, full = target.shared_kv
+        layers = (self.layer_on(target, sliding),) * (self.layers - 1) + (self.layer_on(target, full),)
+        return AssistantShape(format=self.format, layers=layers, taps=(), num_target_layers=None, vocab_size=target.vocab_size,
+                              target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size, state="post_norm")
+
+    def layer_on(self, target: TargetSpec, shared: SharedKV) -> LayerSizes:
+        config = target.text_config
+        kind = FULL if shared.window is None else "sliding_attention"
+        return LayerSizes(architecture="gemma4", hidden_size=self.hidden_size, intermediate_size=4 * self.hidden_size,
+                          num_attention_heads=config["num_attention_heads"], num_key_value_heads=shared.groups, head_dim=shared.size,
+                          rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings", 4096),
+                          keys_are_values=kind == FULL and bool(config.get("attention_k_eq_v")), window=shared.window, causal=shared.window is not None)
+
+    def build(self, shape: AssistantShape, head: TargetHead | None) -> "Assistant":
+        return Assistant(shape, head, k=self.tokens_per_stage, decay=self.decay, position=self.draft_position, train_embedding=self.train_embedding)
+
+
+class Assistant(ChainDrafter):
+    """Pass s pairs the newest token with the state that the pass before projected back to the target's width.
+
+    It has no keys of its own: a round's drafts are remembered in the fed state alone, and its position stands still.
+    """
+
+    shape: AssistantShape
+
+    def __init__(self, shape: AssistantShape, head: TargetHead | None, *, k: int, decay: float, position: str, train_embedding: bool):
+        super().__init__(shape, head, k=k, decay=decay)
+        self.position, self.frozen_head = position, not train_embedding
+        self.pre_projection = nn.Linear(2 * shape.target_hidden_size, shape.hidden_size, bias=False)
+        self.post_projection = nn.Linear(shape.hidden_size, shape.target_hidden_size, bias=False)
+        self.embed_tokens = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)  # an embedding's table, used as the lm_head alone
+        self.embed_tokens.weight.requires_grad_(train_embedding)
+        self.layers.extend(DecoderLayer(sizes, shape.hidden_size, lent_keys=True) for sizes in shape.layers)
+
+    def initialise(self, target: Target) -> None:
+        """Its embedding starts as the target's in the D directions that tell most of it, and its states in the same directions."""
+        table = target.lm_head.weight.double()
+        _, directions = torch.linalg.eigh(table.T @ table)
+        directions = directions[:, -self.shape.hidden_size:].to(self.embed_tokens.weight)  # [D_target, D], orthonormal
+        self.embed_tokens.weight.copy_(target.lm_head.weight @ directions)
+        self.pre_projection.weight.copy_(torch.cat([directions.T, directions.T], dim=1))
+        self.post_projection.weight.copy_(directions)
+
+    def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
+        """The target's own keys and values: of its last sliding layer, of its last full one; and its normed hidden state."""
+        *lent, hidden = context.features.split(self.row_parts(), dim=-1)
+        rows = [part.unflatten(-1, (groups, size)) for part, (groups, size, _) in zip(lent, (kv for kv in self.shape.shared_kv for _ in range(2)), strict=True)]
+        return (KV(rows[0], rows[1]), KV(rows[2], rows[3])), hidden
+
+    def row_parts(self) -> list[int]:
+        widths = [groups * size for groups, size, _ in self.shape.shared_kv for _ in range(2)]
+        return [*widths, self.shape.target_hidden_size]
+
+    def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, None]:
+        rows = self.pre_projection(torch.cat([self.embed(tokens), fed], dim=-1))[:, :, None]
+        positions = (state.origin - 1 if self.position == "last_kv" else state.origin)[..., None]  # [B, N, 1]
+        for layer, sizes in zip(self.layers, self.shape.layers, strict=True):
+            lent = state.context[1 if sizes.window is None else 0]
+            rows = layer.finish(rows, layer.self_attn(layer.input_layernorm(rows), positions, lent, None, state.origin))
+        return rows[:, :, 0], None
+
+    def feedback(self, hidden: Tensor) -> Tensor:
+        return self.post_projection(self.norm(hidden))
+
+    def head_logits(self, normed: Tensor) -> Tensor:
+        return self.embed_tokens(normed)
+
+    def flops(self) -> Flops:
+        step = linear_flops(self.pre_projection, self.post_projection, self.layers)
+        return Flops(0, self.k * step, self.k * linear_flops(self.embed_tokens))

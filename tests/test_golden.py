@@ -8,10 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dloop_train.checkpoints.files import layout_modules, load_drafter, read_config
+from dloop_train.checkpoints.files import layout_modules, load_drafter, read_config, read_shape, read_tensors, save_drafter
+from dloop_train.config import build, option
+from dloop_train.drafters.base import DrafterConfig
 from dloop_train.drafters.dflash import DFlashConfig
+from dloop_train.drafters.domino import DominoConfig
+from dloop_train.drafters.dspark import DSparkConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
+from dloop_train.drafters.mtp import MTPConfig
+from dloop_train.drafters.mtp_assistant import POSITIONS, AssistantConfig
 from dloop_train.targets.head import TargetHead
+from dloop_train.targets.sources import read_head_tensors
 from dloop_train.types import Context
 
 GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
@@ -23,16 +30,20 @@ def close(ours, golden, what):
     assert error < 1e-4, f"{what}: relative error {error:.2e}"
 
 
+def drafter_folder(folder):
+    """Where the drafter's config.json stands: an assistant has a folder of its own beside its target's."""
+    return folder if (folder / "config.json").is_file() else folder / "assistant"
+
+
+def layout_name(folder):
+    config = read_config(drafter_folder(folder))
+    return next(name for name, module in layout_modules().items() if module.matches(config))
+
+
 @pytest.mark.skipif(not FOLDERS, reason=f"no golden folders in {GOLDEN}; set DLOOP_GOLDEN")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_golden(folder):
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    layouts = [module for module in layout_modules().values() if module.matches(config)]
-    if not layouts:
-        pytest.skip(f"{folder.name}: family not implemented (architectures {config.get('architectures')})")
-    io = load_file(folder / "io.safetensors")
-    CHECKS[layouts[0].__name__.rpartition(".")[2]](folder, io)
+    CHECKS[layout_name(folder)](folder, load_file(folder / "io.safetensors"))
 
 
 def zlab_dflash(folder, io):
@@ -52,16 +63,94 @@ def zlab_dflash(folder, io):
     close(drafter.logits(stage.hidden[:, 0, stage.predicts]), io["draft_logits_2"], "draft_logits_2")
 
 
-def deepspec_dflash(folder, io):
-    drafter = load_drafter(folder, DFlashConfig(alignment="shifted"), None)
+def one_block(drafter, io):
+    """The stage of a block drafter behind the context, from the anchor at its end."""
     length = io["target_hidden"].shape[1]
     state = drafter.begin(Context(torch.zeros(1, length + 1, dtype=torch.long), io["target_hidden"]), torch.tensor([[length]]))
-    stage = drafter.stage(state, io["anchor"])
+    return drafter.stage(state, io["anchor"])
+
+
+def deepspec_dflash(folder, io):
+    drafter = load_drafter(folder, DFlashConfig(alignment="shifted"), None)
+    stage = one_block(drafter, io)
     close(drafter.norm(stage.hidden[:, 0]), io["block_hidden"], "block_hidden")
     logits = drafter.logits(stage.hidden[:, 0, stage.predicts])
     close(logits, io["base_logits"], "base_logits")
     close(logits, io["draft_logits"], "draft_logits")
     assert torch.equal(logits.argmax(-1), io["draft_tokens"])
+
+
+def greedy_block(drafter, stage, anchors):
+    """What a drafter says, and the logits that it says it from."""
+    seen = []
+
+    def most_likely(logits):
+        seen.append(logits.reshape(1, -1, logits.shape[-1]))
+        return logits.argmax(-1)
+
+    tokens = drafter.speak(stage, anchors, most_likely)[:, 0]
+    return tokens, torch.cat(seen, dim=1)
+
+
+def deepspec_dspark(folder, io):
+    drafter = load_drafter(folder, DSparkConfig(), None)
+    stage = one_block(drafter, io)
+    close(drafter.norm(stage.hidden[:, 0]), io["block_hidden"], "block_hidden")
+    close(drafter.logits(stage.hidden[:, 0]), io["base_logits"], "base_logits")
+    tokens, logits = greedy_block(drafter, stage, io["anchor"])
+    assert torch.equal(tokens, io["draft_tokens"])
+    close(logits, io["draft_logits"], "draft_logits")
+    close(drafter.rescore(stage, io["anchor"], tokens[:, None])[:, 0], io["draft_logits"], "rescored logits")
+    close(drafter.confidence(stage, io["anchor"], tokens[:, None])[:, 0], io["confidence_logit"], "confidence_logit")
+
+
+def specforge_domino(folder, io):
+    """The public implementation drafts one token less than the block's slots allow."""
+    head, shape = TargetHead(io["target_embed_tokens"], io["target_lm_head"]), read_shape(folder)
+    drafter = load_drafter(folder, DominoConfig(alignment=shape.alignment, num_draft_tokens=io["draft_tokens"].shape[1]), head)
+    stage = one_block(drafter, io)
+    close(drafter.norm(stage.hidden[:, 0]), io["block_hidden"], "block_hidden")
+    close(drafter.logits(stage.hidden[:, 0]), io["base_logits"], "base_logits")
+    tokens, logits = greedy_block(drafter, stage, io["anchor"])
+    assert torch.equal(tokens, io["draft_tokens"])
+    close(logits, io["final_logits"][:, :tokens.shape[1]], "final_logits")
+    whole = load_drafter(folder, DominoConfig(alignment=shape.alignment), head)
+    more = torch.cat([tokens, tokens[:, :1]], dim=1)[:, None]  # the last one is heard by no slot
+    close(whole.rescore(one_block(whole, io), io["anchor"], more)[:, 0], io["final_logits"], "final_logits of all slots")
+
+
+def qwen35_mtp(folder, io):
+    """context_hidden[:, t] is the row of (input_ids[:, t + 1], target_final_hidden[:, t]); the chain goes on from the last of them."""
+    head, length, steps = TargetHead(**read_head_tensors(folder)), io["context_hidden"].shape[1], io["chain_tokens"].shape[1]
+    drafter = load_drafter(folder, MTPConfig(tokens_per_stage=steps + 1), head)
+    ids, context = io["input_ids"], Context(io["input_ids"][:, :length + 1], io["target_final_hidden"][:, :length])
+
+    def greedy(step, hidden):
+        return drafter.logits(hidden).argmax(-1)
+
+    rows = drafter.begin(context, torch.arange(1, length + 1)[None])
+    close(drafter.norm(drafter.stage(rows, ids[:, 1:length + 1], greedy).hidden[:, :, 0]), io["context_hidden"], "context_hidden")
+    stage = drafter.stage(drafter.begin(context, torch.tensor([[length]])), ids[:, length:length + 1], greedy)
+    assert torch.equal(stage.tokens[0, :, :steps], io["chain_tokens"])
+    close(drafter.logits(stage.hidden[0, :, :steps]), io["chain_logits"], "chain_logits")
+    close(drafter.norm(stage.hidden[0, :, 1:]), io["chain_hidden"], "chain_hidden")
+
+
+def gemma4_assistant(folder, io, known=20):
+    """Rows 0..19 are known, the id at 20 is the bonus token; both conventions of its position."""
+    config = json.loads((folder / "target" / "config.json").read_text())
+    head = TargetHead(**read_head_tensors(folder / "target"), embed_scale=config["hidden_size"] ** 0.5, softcap=config["final_logit_softcapping"])
+    close(head.logits(io["target_final_hidden"]), io["target_logits"], "target_logits")
+    rows = [io[f"{kind}_attention_{what}"].transpose(1, 2).flatten(2) for kind in ("sliding", "full") for what in ("keys", "values")]
+    features = torch.cat([*rows, io["target_final_hidden"]], dim=-1)[:, :known]
+    for position in POSITIONS:
+        tokens = io[f"chain_tokens_{position}"]
+        drafter = load_drafter(folder / "assistant", AssistantConfig(tokens_per_stage=tokens.shape[1], draft_position=position), head)
+        state = drafter.begin(Context(io["input_ids"][:, :known + 1], features), torch.tensor([[known]]))
+        stage = drafter.stage(state, io["input_ids"][:, known:known + 1], lambda step, hidden, drafter=drafter: drafter.logits(hidden).argmax(-1))
+        assert torch.equal(stage.tokens[0], tokens)
+        close(drafter.logits(stage.hidden[0]), io[f"chain_logits_{position}"], f"chain_logits_{position}")
+        close(drafter.feedback(stage.hidden[0]), io[f"chain_feedback_{position}"], f"chain_feedback_{position}")
 
 
 def specforge_eagle3(folder, io):
@@ -105,22 +194,24 @@ def deepspec_eagle3(folder, io):
     close(stage.hidden[0, :, 1:], io["chain_hidden"], "chain_hidden")
 
 
-CHECKS = {function.__name__: function for function in (zlab_dflash, deepspec_dflash, specforge_eagle3, deepspec_eagle3)}
+CHECKS = {function.__name__: function for function in (zlab_dflash, deepspec_dflash, deepspec_dspark, specforge_domino, specforge_eagle3, deepspec_eagle3,
+                                                       qwen35_mtp, gemma4_assistant)}
+
+
+def test_every_layout_has_a_check():
+    assert CHECKS.keys() == layout_modules().keys()
 
 
 @pytest.mark.skipif(not FOLDERS, reason=f"no golden folders in {GOLDEN}; set DLOOP_GOLDEN")
-@pytest.mark.parametrize("name", sorted(CHECKS))
-def test_save_back(name, tmp_path):
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_save_back(folder, tmp_path):
     """A public checkpoint written back holds the same tensors and a config that reads the same."""
-    from dloop_train.checkpoints.files import read_shape, read_tensors, save_drafter
-    for folder in FOLDERS:
-        if not (folder / "config.json").is_file() or not layout_modules()[name].matches(read_config(folder)):
-            continue
-        shape = read_shape(folder)
-        settings = DFlashConfig(alignment=shape.alignment) if hasattr(shape, "alignment") else Eagle3Config()
-        drafter = load_drafter(folder, settings, None)
-        save_drafter(drafter, tmp_path, section={}, target=None, dtype=torch.float32)
-        before, after = read_tensors(folder), read_tensors(tmp_path)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-        assert read_shape(tmp_path) == shape
+    place, name = drafter_folder(folder), layout_name(folder)
+    shape, module = read_shape(place), layout_modules()[name]
+    family = build(option("drafter", module.FAMILY) | ({"alignment": shape.alignment} if hasattr(shape, "alignment") else {}), DrafterConfig)
+    drafter = load_drafter(place, family, None)
+    save_drafter(drafter, tmp_path, section={}, target=None, dtype=torch.float32)
+    before, after = (read_tensors(where, getattr(module, "PREFIX", "")) for where in (place, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert read_shape(tmp_path) == shape

@@ -51,6 +51,8 @@ class BlockConfig(DrafterConfig):
     """fill_in or shifted. Required: nothing else tells them apart, and the wrong one only costs acceptance."""
     gamma: float = 4.0
     """Slot weights exp(-j / gamma)."""
+    backbone: str = ""
+    """With init scratch: a block drafter (as init names one) whose layers, fc and norms this one starts from."""
 
     kind = "block"
 

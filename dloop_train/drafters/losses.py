@@ -49,18 +49,19 @@ def over_rows(function: Callable, hidden: Tensor, others: tuple[Tensor, ...], ch
     return total, metrics
 
 
-def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights: Tensor, *, max_rows: int, frozen: bool) -> StageLoss:
+def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights: Tensor, *, max_rows: int, frozen: bool,
+               extra: tuple[Tensor, ...] = ()) -> StageLoss:
     """A weighted sum over the supervised slots alone; `hidden` is [B, N, k, D].
 
-    function(hidden [R, D], tokens [R], teacher [R, D], weights [R], slots [R]) -> (loss sum, [2 k + 1] metrics: correct by
-    slot, counted by slot, plain loss).
+    function(hidden [R, D], tokens [R], teacher [R, D], weights [R], slots [R], *rows of extra [B, N, k, ...]) -> (loss sum,
+    [2 k + 1] metrics: correct by slot, counted by slot, plain loss).
     """
     weights = labels.mask * slot_weights.to(labels.mask)  # [B, N, k]
     slots = torch.arange(hidden.shape[2], device=hidden.device).expand(labels.mask.shape)
     picked = labels.mask > 0
     if not picked.any():  # one row of weight zero: every rank runs every parameter and reports every metric
         picked[0, 0, 0] = True
-    rows = (labels.tokens[picked], labels.teacher[picked], weights[picked], slots[picked])
+    rows = (labels.tokens[picked], labels.teacher[picked], weights[picked], slots[picked], *(more[picked] for more in extra))
     total, metrics = over_rows(function, hidden[picked], rows, max_rows, frozen=frozen)
     k = hidden.shape[2]
     if not (labels.mask > 0).any():
@@ -95,3 +96,9 @@ def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
     """Cross-entropy against the teacher's distribution (EAGLE-3's loss). Two [R, V] logits -> [R]"""
     precise = torch.promote_types(logits.dtype, torch.float32)
     return -(torch.softmax(teacher.to(precise), dim=-1) * F.log_softmax(logits.to(precise), dim=-1)).sum(-1)
+
+
+def total_variation(logits: Tensor, teacher: Tensor) -> Tensor:
+    """Half the L1 distance of the two distributions: how often rejection sampling would refuse. Two [R, V] logits -> [R]"""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return 0.5 * (torch.softmax(logits.to(precise), dim=-1) - torch.softmax(teacher.to(precise), dim=-1)).abs().sum(-1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dloop_train.checkpoints.files import create_drafter
+from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter
 from dloop_train.config import Config, check
 from dloop_train.data.responses import read_responses
 from dloop_train.data.store import FeatureStore
@@ -72,9 +72,19 @@ def make_drafter(config: Config) -> Drafter:
     drafter = create_drafter(config.drafter, spec, head, artifacts.taps(config))
     if config.drafter.init == "scratch":
         torch.manual_seed(config.train.seed)
-        responses = read_responses(artifacts.responses(config).folder, "train")
-        initialise_from_target(drafter, config.target, responses)
+        initialise(drafter, config)
     return drafter
+
+
+def initialise(drafter: Drafter, config: Config) -> None:
+    """The weights of a drafter from scratch: another's backbone, or the target's last layers."""
+    backbone = getattr(config.drafter, "backbone", "")
+    if backbone:
+        fill_backbone(drafter, locate_drafter(backbone, config.drafter.revision))
+        with torch.no_grad():
+            drafter.start_head()
+        return
+    initialise_from_target(drafter, config.target, read_responses(artifacts.responses(config).folder, "train"))
 
 
 def rank_main(config: Config) -> None:

@@ -1,0 +1,38 @@
+"""DeepSpec's DSpark: a Markov head and a confidence head beside the backbone, frozen copies of embedding and lm_head."""
+
+from dloop_train.checkpoints.parts import block_fields, causal_key, deepspec_architecture, deepspec_name, one_of, same_names, shared_keys
+from dloop_train.drafters.dspark import DSparkShape
+
+WHAT = "Qwen3DSparkModel or Gemma4DSparkModel with markov_rank above 0"
+FAMILY = "dspark"
+COPIES = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}
+
+
+def sections(config: dict) -> tuple[dict, dict]:
+    """SGLang's files may keep some keys nested."""
+    return config.get("dspark_config") or config.get("dflash_config") or {}, config
+
+
+def matches(config: dict) -> bool:
+    return deepspec_architecture(config, "DSparkModel") is not None and any(place.get("markov_rank") for place in sections(config))
+
+
+def read_shape(config: dict) -> DSparkShape:
+    places, architecture = sections(config), deepspec_architecture(config, "DSparkModel")
+    alignment = "shifted" if one_of("sample_from_anchor", *places, default=True) else "fill_in"
+    return DSparkShape(**block_fields("deepspec_dspark", config, places[0], architecture=architecture, alignment=alignment),
+                       num_anchors=config.get("num_anchors", 512), markov_rank=one_of("markov_rank", *places),
+                       markov_head_type=one_of("markov_head_type", *places, default="vanilla"),
+                       confidence=one_of("enable_confidence_head", *places, default=False),
+                       confidence_with_markov=one_of("confidence_head_with_markov", *places, default=True))
+
+
+def write_config(shape: DSparkShape) -> dict:
+    """The head's keys stand at the top level, where both engines look for them."""
+    return {"architectures": [deepspec_name(shape, "DSparkModel")], "block_size": shape.width, "target_layer_ids": list(shape.taps),
+            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": shape.alignment == "shifted",
+            "markov_rank": shape.markov_rank, "markov_head_type": shape.markov_head_type, "enable_confidence_head": shape.confidence,
+            "confidence_head_with_markov": shape.confidence_with_markov, **causal_key(shape), **shared_keys(shape)}
+
+
+from_public = to_public = same_names

@@ -1,0 +1,53 @@
+"""Domino, as SpecForge and the released files write it: a DFlash config with projector_type domino, a GRU and a bottleneck beside the backbone."""
+
+from torch import Tensor
+
+from dloop_train.checkpoints.parts import block_fields, causal_key, one_of, shared_keys
+from dloop_train.config import check
+from dloop_train.drafters.domino import DominoShape
+
+WHAT = "DFlashDraftModel or DominoDraftModel with projector_type domino"
+FAMILY = "domino"
+COPIES: dict[str, str] = {}
+PROJECTORS = ("domino", "causal_v5")
+"""The second is the name in early files."""
+EARLY = "logit_head."
+"""Early files keep the head's tensors under this."""
+
+
+def sections(config: dict) -> tuple[dict, dict]:
+    """Keys stand nested in later files, partly at the top level in early ones."""
+    return config.get("dflash_config", {}), config
+
+
+def matches(config: dict) -> bool:
+    named = config.get("architectures") in (["DFlashDraftModel"], ["DominoDraftModel"])
+    return named and any(place.get("projector_type") in PROJECTORS for place in sections(config))
+
+
+def read_shape(config: dict) -> DominoShape:
+    places = sections(config)
+    for key in ("use_bias_norm", "use_bias_gate"):
+        check(not any(place.get(key) for place in places), f"config.json says {key}: true, a switch of unreleased Domino files that is not supported")
+    alignment = "shifted" if one_of("shift_label", *places) else "fill_in"
+    drafted = [place["num_draft_tokens"] for place in places if place.get("num_draft_tokens")]
+    return DominoShape(**block_fields("specforge_domino", config, places[0], architecture="qwen3", alignment=alignment), emb_dim=one_of("emb_dim", *places),
+                       gru_hidden_dim=one_of("gru_hidden_dim", *places), pure_draft_prefix_len=one_of("pure_draft_prefix_len", *places, default=1),
+                       num_draft_tokens=drafted[0] if drafted else None)
+
+
+def write_config(shape: DominoShape) -> dict:
+    """The architecture is the one that SGLang registers; the head's keys are nested, where it looks for them."""
+    drafted = {} if shape.num_draft_tokens is None else {"num_draft_tokens": shape.num_draft_tokens}
+    head = {"projector_type": "domino", "emb_dim": shape.emb_dim, "gru_hidden_dim": shape.gru_hidden_dim, "pure_draft_prefix_len": shape.pure_draft_prefix_len,
+            "shift_label": shape.alignment == "shifted", **drafted}
+    return {"architectures": ["DFlashDraftModel"], "block_size": shape.width,
+            "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps), **causal_key(shape), **head}, **shared_keys(shape)}
+
+
+def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(EARLY): tensor for name, tensor in tensors.items()}
+
+
+def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(tensors)

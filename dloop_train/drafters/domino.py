@@ -1,0 +1,129 @@
+"""Domino: DFlash's backbone with a GRU over the tokens drafted so far, which corrects the logits slot by slot."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dloop_train.config import check
+from dloop_train.drafters.base import Flops, linear_flops
+from dloop_train.drafters.block import BlockConfig, BlockShape
+from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
+from dloop_train.drafters.token_head import TokenHeadDrafter, before
+from dloop_train.targets.head import TargetHead
+from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DominoShape(BlockShape):
+    """A Domino checkpoint."""
+
+    emb_dim: int
+    """Width of the correction's bottleneck."""
+    gru_hidden_dim: int
+    pure_draft_prefix_len: int = 1
+    """Drafted tokens that go uncorrected."""
+
+
+@dataclass(kw_only=True)
+class DominoConfig(BlockConfig):
+    """Domino."""
+
+    gamma: float = 7.0
+    emb_dim: int = 256
+    """Of a drafter from scratch."""
+    gru_hidden_dim: int = 1024
+    """Of a drafter from scratch."""
+    num_draft_tokens: int = 0
+    """Tokens drafted a stage; 0 is as many as the slots allow (SpecForge and SGLang leave the last slot unused)."""
+    base_share: float = 0.0
+    """Weight of the uncorrected logits' loss at the start of training, falling linearly. Released weights have it behind them."""
+    base_until: float = 1.0
+    """Progress at which that weight reaches zero."""
+
+    family = "domino"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.format = self.format or "specforge_domino"
+        check(0 <= self.base_share <= 1, f"drafter.base_share must be in [0, 1], got {self.base_share}")
+        check(0 < self.base_until <= 1, f"drafter.base_until must be in (0, 1], got {self.base_until}")
+        check(self.num_draft_tokens >= 0, f"drafter.num_draft_tokens must not be negative, got {self.num_draft_tokens}")
+
+    def looped(self, shape: DominoShape) -> DominoShape:
+        return replace(super().looped(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens)
+
+    def as_exported(self, section: dict) -> "DominoConfig":
+        return replace(super().as_exported(section), num_draft_tokens=0)
+
+    def shape(self, target: TargetSpec, taps: list[int]) -> DominoShape:
+        return DominoShape(**self.shape_fields(target, taps), emb_dim=self.emb_dim, gru_hidden_dim=self.gru_hidden_dim, num_draft_tokens=self.num_draft_tokens or None)
+
+    def build(self, shape: DominoShape, head: TargetHead | None) -> "Domino":
+        return Domino(shape, head, self.gamma, base_share=self.base_share, base_until=self.base_until)
+
+
+class Domino(TokenHeadDrafter):
+    """CE on the corrected logits, mixed with CE on the backbone's own while training is young."""
+
+    shape: DominoShape
+
+    def __init__(self, shape: DominoShape, head: TargetHead | None, gamma: float, *, base_share: float, base_until: float):
+        super().__init__(shape, head, gamma)
+        self.base_share, self.base_until = base_share, base_until
+        width, memory = shape.hidden_size, shape.gru_hidden_dim
+        self.prefix_gru = nn.GRU(shape.target_hidden_size, memory, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(nn.Linear(width + memory, shape.emb_dim, bias=False), nn.SiLU(), nn.Linear(shape.emb_dim, shape.vocab_size, bias=False))
+        # The first drafted tokens are the backbone's own.
+        self.register_buffer("corrected", (torch.arange(shape.k) >= shape.pure_draft_prefix_len).float()[:, None], persistent=False)
+
+    def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
+        heard = self.embed(before(anchors, tokens)).flatten(0, 1)  # [B N, k, D]
+        memories = self.prefix_gru(heard)[0].unflatten(0, anchors.shape)  # [B, N, k, M]
+        return F.silu(self.embed_proj[0](torch.cat([normed, memories], dim=-1))) * self.corrected.to(normed.dtype)
+
+    def prepare(self, normed: Tensor) -> Tensor:
+        """The backbone's share of the bottleneck. [B, N, k, emb_dim]"""
+        return F.linear(normed, self.embed_proj[0].weight[:, :self.shape.hidden_size])
+
+    def start(self, anchors: Tensor) -> Tensor:
+        nothing = self.norm.weight.new_zeros(*anchors.shape, self.shape.gru_hidden_dim)
+        return self.hear(nothing, anchors)
+
+    def hear(self, memory: Tensor, tokens: Tensor) -> Tensor:
+        _, after = self.prefix_gru(self.embed(tokens).flatten(0, 1)[:, None], memory.flatten(0, 1)[None].contiguous())
+        return after[0].unflatten(0, tokens.shape)
+
+    def code(self, prepared: Tensor, slot: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+        inner = prepared[:, :, slot] + F.linear(memory, self.embed_proj[0].weight[:, self.shape.hidden_size:])
+        return F.silu(inner) * self.corrected[slot].to(inner.dtype), memory
+
+    def expand(self, codes: Tensor) -> Tensor:
+        return self.embed_proj[2](codes)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.head.embed(tokens).to(self.norm.weight.dtype)
+
+    def start_head(self) -> None:
+        """Corrections start at nothing."""
+        self.embed_proj[2].weight.zero_()
+
+    def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
+        normed = self.normed(stage)
+        share = self.base_share * (1 - min(progress / self.base_until, 1.0))
+
+        def row_loss(normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+            base = self.head.logits(normed)
+            final = base + self.expand(codes)
+            losses = cross_entropy(final, tokens)
+            if share:
+                losses = (1 - share) * losses + share * cross_entropy(base, tokens)
+            return (weights * losses).sum(), by_slot(hits(final, tokens), slots, self.k, losses)
+
+        return stage_loss(row_loss, normed, labels, self.slot_weights(), max_rows=max_rows, frozen=False, extra=(self.codes(normed, anchors, labels.tokens),))
+
+    def flops(self) -> Flops:
+        plain = super().flops()
+        gru = 2 * (self.prefix_gru.weight_ih_l0.numel() + self.prefix_gru.weight_hh_l0.numel())
+        return Flops(plain.context, plain.backbone + self.k * (gru + linear_flops(self.embed_proj[0])), plain.head + self.k * linear_flops(self.embed_proj[2]))

@@ -1,0 +1,76 @@
+"""Token heads: block drafters whose slots also hear the tokens drafted before them, through a light head on one backbone pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dloop_train.drafters.base import Pick
+from dloop_train.drafters.block import BlockDrafter
+from dloop_train.targets.target import Target
+from dloop_train.types import DraftStage
+
+
+class TokenHeadDrafter(BlockDrafter):
+    """Logits of a slot are the backbone's plus a correction, `expand` of a code that depends on the slot and on the tokens before it.
+
+    The head restarts with every stage's anchor. What is drafted after token j - 1 hears [anchor, tokens 0 .. j - 1].
+    """
+
+    # What a family implements
+
+    def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
+        """Codes of all slots when the block says `tokens` [B, N, k]. [B, N, k, D] -> [B, N, k, r]"""
+        raise NotImplementedError
+
+    def prepare(self, normed: Tensor) -> Any:
+        """Whatever of the codes depends on the backbone alone, for all slots at once."""
+        raise NotImplementedError
+
+    def start(self, anchors: Tensor) -> Tensor:
+        """What the head remembers behind the anchor."""
+        raise NotImplementedError
+
+    def code(self, prepared: Any, slot: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """The code of one slot [B, N, r], and the memory once the head has seen this slot."""
+        raise NotImplementedError
+
+    def hear(self, memory: Tensor, tokens: Tensor) -> Tensor:
+        """The memory behind one more token [B, N]."""
+        raise NotImplementedError
+
+    def expand(self, codes: Tensor) -> Tensor:
+        """Codes to corrections of the logits. [..., r] -> [..., V]"""
+        raise NotImplementedError
+
+    def start_head(self) -> None:
+        """Initialise the head beside a backbone that has learnt already; called without gradients."""
+        raise NotImplementedError
+
+    # What all share
+
+    def initialise(self, target: Target) -> None:
+        super().initialise(target)
+        self.start_head()
+
+    def normed(self, stage: DraftStage) -> Tensor:
+        """The drafted slots as the lm_head reads them. [B, N, k, D]"""
+        return self.norm(stage.hidden[:, :, stage.predicts])
+
+    def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
+        normed = self.normed(stage)
+        base, prepared, memory, said = self.head.logits(normed), self.prepare(normed), self.start(anchors), []
+        for slot in range(self.k):
+            code, memory = self.code(prepared, slot, memory)
+            said.append(pick(base[:, :, slot] + self.expand(code)))
+            memory = self.hear(memory, said[-1])
+        return torch.stack(said, dim=2)
+
+    def rescore(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor:
+        normed = self.normed(stage)
+        return self.head.logits(normed) + self.expand(self.codes(normed, anchors, tokens))
+
+
+def before(anchors: Tensor, tokens: Tensor) -> Tensor:
+    """The token in front of each drafted one. [B, N] and [B, N, k] -> [B, N, k]"""
+    return torch.cat([anchors[..., None], tokens[..., :-1]], dim=-1)

@@ -6,6 +6,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -13,23 +15,54 @@ from omegaconf import OmegaConf, open_dict
 
 from dloop_train.config import CONF, TargetConfig, build, from_hydra, option
 from dloop_train.drafters.base import DrafterConfig
+from dloop_train.drafters.sizes import Rope
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import load_target
 from dloop_train.targets.target import Target
-from dloop_train.types import Reads
 
 torch.set_num_threads(1)
 
+def gemma4_layers(shape):
+    """The same drafter with Gemma 4's layers: sandwich norms, k = v, a head in which a quarter turns."""
+    gemma4 = dict(architecture="gemma4", head_dim=16, num_key_value_heads=1, keys_are_values=True, rope=Rope(10000.0, "proportional", 0.25))
+    return replace(shape, layers=tuple(replace(layer, **gemma4) for layer in shape.layers), head_scales=(shape.hidden_size**0.5, 30.0))
+
+
+def first_layer_slides(shape, causal=True):
+    return replace(shape, layers=(replace(shape.layers[0], window=3, causal=causal), *shape.layers[1:]))
+
+
+def all_layers_slide_both_ways(shape):
+    return replace(shape, layers=tuple(replace(layer, window=5, causal=False) for layer in shape.layers))
+
+
+BLOCK = {"layers": 2, "width": 4}
+DOMINO = BLOCK | {"emb_dim": 12, "gru_hidden_dim": 10}
+DSPARK = BLOCK | {"markov_rank": 6}
+ASSISTANT = {"tokens_per_stage": 3, "layers": 2, "hidden_size": 16, "train_embedding": True}
 VARIANTS = {
-    "dflash-shifted": ("dflash", {"alignment": "shifted", "layers": 2, "width": 4}),
-    "dflash-fill_in": ("dflash", {"alignment": "fill_in", "layers": 2, "width": 4}),
-    "dflash-fill_in-next": ("dflash", {"alignment": "fill_in", "layers": 2, "width": 4, "slot": "next"}),
+    "dflash-shifted": ("dflash", BLOCK | {"alignment": "shifted"}),
+    "dflash-fill_in": ("dflash", BLOCK | {"alignment": "fill_in"}),
+    "dflash-fill_in-next": ("dflash", BLOCK | {"alignment": "fill_in", "slot": "next"}),
     "dflash-post_norm": ("dflash", {"alignment": "shifted", "layers": 2, "width": 3, "state": "post_norm"}),
+    "dflash-sliding": ("dflash", BLOCK | {"alignment": "fill_in"}, first_layer_slides),
+    "dflash-window": ("dflash", BLOCK | {"alignment": "shifted"}, all_layers_slide_both_ways),
+    "dflash-gemma4": ("dflash", BLOCK | {"alignment": "shifted"}, gemma4_layers),
+    "domino-shifted": ("domino", DOMINO | {"alignment": "shifted", "num_draft_tokens": 3}),
+    "domino-fill_in": ("domino", DOMINO | {"alignment": "fill_in"}),
+    "dspark-vanilla": ("dspark", DSPARK),
+    "dspark-gated": ("dspark", DSPARK | {"markov_head_type": "gated", "confidence_with_markov": False}),
+    "dspark-rnn": ("dspark", DSPARK | {"markov_head_type": "rnn", "detach_confidence": True}),
+    "dspark-gemma4": ("dspark", DSPARK | {"confidence": False}, gemma4_layers),
     "eagle3-reduced": ("eagle3", {"tokens_per_stage": 3, "draft_vocab_size": 200}),
     "eagle3-fc_norm": ("eagle3", {"tokens_per_stage": 2, "fc_norm": True}),
     "eagle3-deepspec": ("eagle3", {"tokens_per_stage": 3, "format": "deepspec_eagle3"}),
+    "eagle3-gemma4": ("eagle3", {"tokens_per_stage": 3, "format": "deepspec_eagle3"}, gemma4_layers),
+    "mtp": ("mtp", {"tokens_per_stage": 3}),
+    "mtp_assistant": ("mtp_assistant", ASSISTANT),
+    "mtp_assistant-bonus": ("mtp_assistant", ASSISTANT | {"draft_position": "bonus", "layers": 3}, first_layer_slides),
 }
-"""At least one for every drafter YAML (checked in test_drafters.py)."""
+"""(family, settings, what is done to its shape): at least one for every drafter YAML (checked in test_drafters.py) and kind of layer."""
 
 TAPS = [0, 1, 3]
 
@@ -71,13 +104,24 @@ def taught_target() -> Target:
     return target
 
 
+def settings_of(variant: str) -> DrafterConfig:
+    family, settings, *_ = VARIANTS[variant]
+    return build(option("drafter", family) | settings, DrafterConfig, "drafter")
+
+
+def shape_of(variant: str, target: Target):
+    shape = settings_of(variant).shape(target.spec, TAPS)
+    for change in VARIANTS[variant][2:]:
+        shape = change(shape)
+    return shape
+
+
 def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.float64):
     """A randomly initialised drafter of a variant, its norms shaken so that each of them matters."""
-    family, settings = VARIANTS[variant]
-    config = build(option("drafter", family) | settings, DrafterConfig, "drafter")
+    config = settings_of(variant)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        drafter = config.build(config.shape(target.spec, TAPS), TargetHead.of(target))
+        drafter = config.build(shape_of(variant, target), TargetHead.of(target))
         if hasattr(drafter, "keep_tokens") and drafter.d2t is not None:
             drafter.keep_tokens(torch.arange(50, 250))
         for name, parameter in drafter.named_parameters():
@@ -85,6 +129,9 @@ def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.flo
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             else:
                 torch.nn.init.normal_(parameter, std=0.2)
+        for name, buffer in drafter.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     return drafter.to(dtype).eval()
 
 
@@ -98,10 +145,10 @@ def drafter(variant, tiny_target):
     return make_drafter(variant, tiny_target)
 
 
-@pytest.fixture(scope="session")
-def text(tiny_target):
-    """Random ids and the target's features on them: tokens [2, 25] and features [2, 24, 3 D]."""
+@pytest.fixture
+def text(variant, tiny_target):
+    """Random ids and what the drafter reads of the target on them: tokens [2, 25] and features [2, 24, F]."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(60, 240, (2, 25), generator=generator)
-    output = tiny_target.read(tokens[:, :-1], reads=Reads(taps=tuple(TAPS)))
+    output = tiny_target.read(tokens[:, :-1], reads=shape_of(variant, tiny_target).reads)
     return tokens, output.features.clone(), output.last_hidden.clone()

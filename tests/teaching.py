@@ -1,12 +1,11 @@
 """Teach a tiny drafter on the texts of the taught target for a moment, with the project's own Unroll."""
 
 import torch
-from conftest import TAPS, make_drafter
+from conftest import make_drafter
 
 from dloop_train.data.batches import TextBatch
 from dloop_train.training.anchors import draw_origins
 from dloop_train.training.unroll import Terms, Unroll
-from dloop_train.types import Reads
 
 COUNTING = 70  # the taught target counts in ids 70..95
 
@@ -17,9 +16,9 @@ def counting_prompts(count, length=6):
     return COUNTING + (start + jump * torch.arange(length)) % 26
 
 
-def counting_batch(target, count=12, length=32):
+def counting_batch(target, reads, count=12, length=32):
     tokens = counting_prompts(count, length)
-    output = target.read(tokens, reads=Reads(taps=tuple(TAPS)))
+    output = target.read(tokens, reads=reads)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, :4] = False
     return TextBatch(tuple(map(str, range(count))), tokens, mask, output.features.clone(), output.last_hidden.clone())
@@ -28,7 +27,7 @@ def counting_batch(target, count=12, length=32):
 def taught_drafter(variant, target, steps=60):
     """A drafter in float64 that the taught target accepts now and then."""
     drafter = make_drafter(variant, target)
-    unroll, batch = Unroll(drafter, Terms(2)), counting_batch(target)
+    unroll, batch = Unroll(drafter, Terms(2)), counting_batch(target, drafter.shape.reads)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for step in range(steps):
         origins = draw_origins(batch, drafter.k, count=8, depth_exposure=2, seed=0, epoch=step)

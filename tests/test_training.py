@@ -75,8 +75,8 @@ def test_origins_are_response_tokens_and_keyed_by_sample():
 def unrolled(variant, taught_target):
     def make(**settings):
         return Unroll(make_drafter(variant, taught_target), Terms(3), **settings)
-    batch = counting_batch(taught_target, count=4)
-    k = make().drafter.k
+    drafter = make().drafter
+    batch, k = counting_batch(taught_target, drafter.shape.reads, count=4), drafter.k
     return make, batch, draw_origins(batch, k, count=9, depth_exposure=3, seed=0, epoch=0)
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import composed
+from conftest import composed, make_drafter
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
 from dloop_train.data.responses import Response
+from dloop_train.decoding.gates import Always
+from dloop_train.decoding.loop import decode
 from dloop_train.decoding.rules import accept_greedy
 from dloop_train.phases.cache import read_samples
 from dloop_train.targets import sources
@@ -222,6 +224,17 @@ def test_drafts_never_change_the_text(target, exact):
         prompt = random_tokens(3 + seed, seed)[0].tolist()
         plain = decode_plain(target, prompt, max_new_tokens=40)
         assert speculate(target, prompt, plain, seed) == plain
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_qwen35"])
+def test_drafters_never_change_the_text(targets, name, exact):
+    """The same through the decoding loop, three stages a round, with a drafter of random weights."""
+    target = targets[name]
+    drafter = make_drafter("dflash-shifted", target)
+    for seed in range(6):
+        prompt = random_tokens(3 + seed, seed)[0].tolist()
+        emitted = [token for emission in decode(target, drafter, Always(max_stages=3), prompt, max_new_tokens=32) for token in emission.tokens]
+        assert emitted == decode_plain(target, prompt, max_new_tokens=32)
 
 
 def test_batched_greedy_answers_equal_plain_decoding(target, exact):

@@ -69,7 +69,7 @@ def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.is_file() else None
     found = {}
-    for role, name in ((role, name) for role in names for name in names[role]):
+    for role, name in [(role, name) for role, candidates in names.items() for name in candidates]:
         path = folder / (files.get(name, "") if files else "model.safetensors")
         if not path.is_file():
             continue

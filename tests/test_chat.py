@@ -22,8 +22,15 @@ LLAMA31 = ("{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nCutting
            "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}<|eot_id|>"
            "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
            "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
-RESTATED = {"qwen3_4b": QWEN3, "qwen3_8b": QWEN3, "llama31_8b": LLAMA31}
-"""What the hub's templates make of conversations without tools. The test against the real texts holds them to it."""
+QWEN35 = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+          "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}")
+GEMMA4 = ("{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<turn|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|turn>model\n{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}{% endif %}")
+RESTATED = {"qwen3_4b": QWEN3, "qwen3_8b": QWEN3, "qwen3_14b": QWEN3, "llama31_8b": LLAMA31, "qwen35_9b": QWEN35, "gemma4_12b": GEMMA4}
+"""What the hub's templates make of conversations without tools. The test against the real texts holds them to it;
+QWEN35 and GEMMA4 were written from descriptions and have not been held to it yet."""
+THOUGHTLESS = {QWEN3: "</think>\n\n", QWEN35: "</think>\n\n", GEMMA4: "<channel|>"}
+"""How a prompt ends where thinking is switched off."""
 HUB = sorted(path.stem for path in (CONF / "target").glob("*.yaml") if build(option("target", path.stem), TargetConfig, "target").source == "hub")
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -67,13 +74,18 @@ def test_every_hub_target_is_restated():
 def test_restated_template_is_the_real_one(target):
     real = real_template(target)
     for messages in CONVERSATIONS:
-        plain = [m | {"content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages]  # past thoughts are dropped by Qwen3's
-        expected = rendered(target, RESTATED[target], plain if target.startswith("qwen3") else messages)
+        plain = [m | {"content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages]  # past thoughts are dropped by Qwen's
+        expected = rendered(target, RESTATED[target], plain if target.startswith("qwen") else messages)
         assert rendered(target, real, messages) == expected
 
 
 def test_qwen3_answers_without_thinking():
     assert rendered("qwen3_8b", QWEN3, [USER]) == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_qwen35_and_gemma4_answer_without_thinking():
+    assert rendered("qwen35_9b", QWEN35, [USER]) == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert rendered("gemma4_12b", GEMMA4, [USER]).endswith("<|turn>user\nWhat is 2 + 2?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>")
 
 
 def test_llama_has_one_bos_and_a_date_that_stands_still():
@@ -93,7 +105,8 @@ def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
     cache.run(config)
     tokenizer = byte_tokenizer(2)
     expected = {p.id: prompt_ids(tokenizer, list(p.messages), config.target) for p in config.prompts.read()}
-    assert (thinking is False) == all(tokenizer.decode(ids).endswith("</think>\n\n") for ids in expected.values())
+    assert thinking is (False if RESTATED[target] in THOUGHTLESS else None)
+    assert all(tokenizer.decode(ids).endswith(THOUGHTLESS.get(RESTATED[target], "")) for ids in expected.values())
     artifact = artifacts.features(config)
     store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length)
     assert len(store) == 6
@@ -108,8 +121,9 @@ def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
     assert list(served.generate(list(prompt.messages))) == [] and asked == [expected[prompt.id]]
 
 
-def test_a_template_of_another_mode_gives_other_ids():
+@pytest.mark.parametrize("template", THOUGHTLESS)
+def test_a_template_of_another_mode_gives_other_ids(template):
     """The thinking switch must change the prompt, or a mistake in it would go unseen."""
     tokenizer = byte_tokenizer(2)
-    tokenizer.chat_template = QWEN3
+    tokenizer.chat_template = template
     assert prompt_ids(tokenizer, [USER], tiny_config(thinking=False)) != prompt_ids(tokenizer, [USER], tiny_config(thinking=True))

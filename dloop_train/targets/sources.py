@@ -14,21 +14,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dloop_train.config import TargetConfig
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
+from dloop_train.targets.gemma4 import Gemma4Target
 from dloop_train.targets.head import TargetHead
+from dloop_train.targets.hybrid import HybridTarget
 from dloop_train.targets.target import Target
 from dloop_train.types import SharedKV, TargetSpec
+
+ARCHITECTURES: dict[str, type[Target]] = {"llama": Target, "qwen3": Target, "qwen3_5_text": HybridTarget, "gemma4_text": Gemma4Target,
+                                          "gemma4_unified_text": Gemma4Target}
+"""Who can handle the caches of a model type, as its text config names it."""
 
 
 def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None) -> Target:
     """The whole target, frozen; on an accelerator where there is one."""
     device = device or default_device()
     dtype = as_dtype(dtype or config.dtype)
+    spec = load_spec(config)
     if config.source == "random":
         model = random_model(config).to(dtype)
-        return Target(model.to(device), load_tokenizer(config), spec_of(config, model.config))
-    folder = locate(config)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return Target(model.to(device), load_tokenizer(config), spec_of(config, model.config))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(locate(config), dtype=dtype, attn_implementation="sdpa")
+    return ARCHITECTURES[spec.text_config["model_type"]](model.to(device), load_tokenizer(config), spec)
 
 
 def load_tokenizer(config: TargetConfig):
@@ -42,8 +48,7 @@ def default_device() -> torch.device:
 
 def load_spec(config: TargetConfig) -> TargetSpec:
     """The sizes of a target, without its weights."""
-    model_config = random_config(config) if config.source == "random" else AutoConfig.from_pretrained(locate(config))
-    return spec_of(config, model_config)
+    return spec_of(config, architecture_of(config))
 
 
 def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> TargetHead:
@@ -51,18 +56,20 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
     dtype = as_dtype(dtype)
     if config.source == "random":
         model = random_model(config)
-        tensors = {"embed": model.model.embed_tokens.weight, "lm_head": model.lm_head.weight, "norm": model.model.norm.weight}
+        tensors = {"embed": model.get_input_embeddings().weight, "lm_head": model.get_output_embeddings().weight, "norm": model.get_decoder().norm.weight}
     else:
         tensors = read_head_tensors(locate(config))
-    return TargetHead(**{name: tensor.detach().to(dtype) for name, tensor in tensors.items()})
+    return TargetHead(**{name: tensor.detach().to(dtype) for name, tensor in tensors.items()}, **head_scales(architecture_of(config).get_text_config()))
 
 
 def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    names = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+    """Embedding, final norm and lm_head of a checkpoint. In a multimodal one the text model's names have a longer prefix."""
+    names = {"embed": ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+             "norm": ("model.norm.weight", "model.language_model.norm.weight"), "lm_head": ("lm_head.weight",)}
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.is_file() else None
     found = {}
-    for role, name in names.items():
+    for role, name in [(role, name) for role, candidates in names.items() for name in candidates]:
         path = folder / (files.get(name, "") if files else "model.safetensors")
         if not path.is_file():
             continue
@@ -70,22 +77,43 @@ def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
             if name in file.keys():
                 found[role] = file.get_tensor(name)
     found.setdefault("lm_head", found.get("embed"))  # tied embeddings are stored once
-    missing = [names[role] for role in names if found.get(role) is None]
+    missing = [names[role][0] for role in names if found.get(role) is None]
     if missing:
-        raise ValueError(f"{folder} has no tensors {missing}; a target's safetensors with a Llama or Qwen3 layout were expected")
+        raise ValueError(f"{folder} has no tensors {missing}; a target's safetensors with a Llama, Qwen3, Qwen3.5 or Gemma 4 layout were expected")
     return found
+
+
+def architecture_of(config: TargetConfig):
+    """The transformers config of a target."""
+    return random_config(config) if config.source == "random" else AutoConfig.from_pretrained(locate(config))
 
 
 def spec_of(config: TargetConfig, model_config) -> TargetSpec:
     text = model_config.get_text_config()
+    require_known(config, model_config)
     spec = TargetSpec(name=config.name, revision=revision_of(config), hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
                       vocab_size=text.vocab_size, mask_token_id=config.mask_token_id, stop_ids=tuple(config.stop_ids),
-                      text_config=text.to_dict(), shared_kv=shared_kv(text),
-                      embed_scale=text.hidden_size**0.5 if text.model_type.startswith("gemma") else 1.0,
-                      softcap=getattr(text, "final_logit_softcapping", None))
+                      text_config=text.to_dict(), shared_kv=shared_kv(text), **head_scales(text))
     if not 0 <= spec.mask_token_id < spec.vocab_size:
         raise ValueError(f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding (0..{spec.vocab_size - 1})")
     return spec
+
+
+def require_known(config: TargetConfig, model_config) -> None:
+    """Other architectures might run and be silently wrong after the first rejected draft."""
+    architecture = model_config.get_text_config().model_type
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"target {config.name} is a {architecture}, whose caches nobody has taught dloop_train to roll back; it knows {sorted(ARCHITECTURES)}")
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(f"target {config.name} is quantised, and its hidden states would not be those that the drafter meets elsewhere; "
+                         f"choose the bf16 weights that it was made from")
+
+
+def head_scales(text) -> dict[str, float | None]:
+    """What a text config does to embeddings and logits besides the two matrices."""
+    # Gemma keeps the factor in a buffer of fp32, also when it computes in fp64.
+    embed_scale = torch.tensor(text.hidden_size**0.5).item() if text.model_type.startswith("gemma") else 1.0
+    return {"embed_scale": embed_scale, "softcap": getattr(text, "final_logit_softcapping", None)}
 
 
 def shared_kv(text) -> tuple[SharedKV, ...]:

@@ -36,14 +36,15 @@ class Tapped:
 
 
 class Target:
-    """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec."""
+    """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec. Other attention: hybrid.py, gemma4.py."""
 
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
+        require_one_device(model, spec.name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.spec = spec
-        self.backbone = model.model
-        self.lm_head = model.lm_head
+        self.backbone = model.get_decoder()  # the text model alone, also of a multimodal one
+        self.lm_head = model.get_output_embeddings()
         # The name of the argument moved within the tested range of transformers.
         parameters = inspect.signature(self.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -67,6 +68,9 @@ class Target:
     def new_cache(self) -> DynamicCache:
         return DynamicCache()
 
+    def before_read(self, cache: DynamicCache | None, count: int) -> None:
+        """Prepare the cache for `count` more tokens, of which a commit may keep a part."""
+
     @torch.inference_mode()
     def read(self, tokens: Tensor, *, cache: DynamicCache | None = None, mask: Tensor | None = None, positions: Tensor | None = None,
              reads: Reads = Reads(), logits: slice | None = None) -> TargetOutput:  # noqa: B008 a frozen value
@@ -78,6 +82,7 @@ class Target:
         self._tapped.wanted = reads.taps
         if reads.shared_kv and cache is None:
             cache = self.new_cache()
+        self.before_read(cache, tokens.shape[1])
         arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
@@ -101,20 +106,26 @@ class Target:
         return softcapped(self.lm_head(hidden), self.spec.softcap)
 
     def commit(self, cache: DynamicCache, past: int, path: Sequence[int]) -> None:
-        """Keep the first `past` rows and, of those after them, the accepted ones (offsets in ascending order)."""
-        if list(path) == list(range(len(path))):
-            keep = slice(0, past + len(path))
-        else:
-            keep = torch.tensor([*range(past), *(past + offset for offset in path)], device=self.device)
+        """Keep the first `past` rows and, of those that the newest read put after them, the accepted ones (offsets in ascending order)."""
         for layer in cache.layers:
-            layer.keys = layer.keys[:, :, keep]
-            layer.values = layer.values[:, :, keep]
+            keep_rows(layer, past, path)
 
     def keep_sequences(self, cache: DynamicCache, rows: Tensor) -> None:
         """Drop the sequences of a batch that are finished; rows [B'] are those that stay."""
-        for layer in cache.layers:
-            layer.keys = layer.keys[rows]
-            layer.values = layer.values[rows]
+        cache.reorder_cache(rows)
+
+
+def keep_rows(layer, past: int, path: Sequence[int]) -> None:
+    """Of an attention layer's keys and values, keep the rows before `past` and those of the path."""
+    past -= layer.get_seq_length() - layer.keys.shape[2]  # rows that a sliding layer has forgotten
+    keep = slice(0, past + len(path)) if is_prefix(path) else torch.tensor([*range(past), *(past + offset for offset in path)], device=layer.keys.device)
+    layer.keys = layer.keys[:, :, keep]
+    layer.values = layer.values[:, :, keep]
+
+
+def is_prefix(path: Sequence[int]) -> bool:
+    """Whether nothing before the last accepted row was rejected."""
+    return list(path) == list(range(len(path)))
 
 
 def require_taps(taps: Sequence[int], spec: TargetSpec) -> None:
@@ -125,3 +136,9 @@ def require_taps(taps: Sequence[int], spec: TargetSpec) -> None:
                       "give it before") if tap == spec.num_layers - 1 else "there is no such layer"
             raise ValueError(f"tap {tap} of target {spec.name} ({spec.num_layers} layers) is refused: {reason}; "
                              f"choose taps from 0 to {spec.num_layers - 2}")
+
+
+def require_one_device(model: nn.Module, name: str) -> None:
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ValueError(f"target {name} is split over {sorted(devices)}; a target on one device was expected: choose a smaller one, or a device that holds it")

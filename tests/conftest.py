@@ -39,7 +39,7 @@ def all_layers_slide_both_ways(shape):
 BLOCK = {"layers": 2, "width": 4}
 DOMINO = BLOCK | {"emb_dim": 12, "gru_hidden_dim": 10}
 DSPARK = BLOCK | {"markov_rank": 6}
-ASSISTANT = {"tokens_per_stage": 3, "layers": 2, "hidden_size": 16, "train_embedding": True}
+ASSISTANT = {"tokens_per_stage": 3, "layers": 2, "hidden_size": 32, "train_embedding": True}
 VARIANTS = {
     "dflash-shifted": ("dflash", BLOCK | {"alignment": "shifted"}),
     "dflash-fill_in": ("dflash", BLOCK | {"alignment": "fill_in"}),

@@ -17,13 +17,14 @@ from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
 LENGTH = 40
-GATES = [Never(), Always(max_stages=2), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g in (-0.05, -0.5, -5.0) for cap in (2, 4)),
+GATES = [Never(), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g, cap in ((-0.05, 4), (-0.5, 2), (-0.5, 4), (-5.0, 4))),
          DLoop(threshold=-0.5, max_stages=4, temperature=0.5)]
 
 
 @pytest.fixture(scope="module")
 def taught(taught_target):
-    return {variant: taught_drafter(variant, taught_target) for variant in VARIANTS}
+    """An assistant learns through the target's keys alone, and takes longer."""
+    return {variant: taught_drafter(variant, taught_target, steps=150 if "assistant" in variant else 60) for variant in VARIANTS}
 
 
 def run(target, drafter, gate, prompt, length=LENGTH):

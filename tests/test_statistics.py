@@ -168,7 +168,7 @@ def tiny(tmp_path):
     """Config of a run whose evaluation and training have been written by hand."""
     target = settings.TargetConfig(name="tiny_llama", source="random", path="tiny_llama", stop_ids=[0])
     made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=None,
-                           gate=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
+                           gate=None, rule=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
                            deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"))
     folder = artifacts.run_folder(made)
     listed = []

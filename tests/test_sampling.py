@@ -5,19 +5,20 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import TAPS, VARIANTS, make_drafter
+from conftest import TAPS, VARIANTS, make_drafter, tiny_config
 
 from dloop_train.config import CONF, TargetConfig, build, option
 from dloop_train.decoding import loop, rules
 from dloop_train.decoding.gates import Always, DLoop, Never
-from dloop_train.decoding.loop import decode
+from dloop_train.decoding.loop import decode, draft_stage
 from dloop_train.decoding.rules import Chance, Match, Rejection, Rule, distribution
 from dloop_train.drafters.base import DrafterConfig
+from dloop_train.serving import LoopedModel
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.responders import decode_plain
 from dloop_train.targets.sources import load_target
 from dloop_train.targets.target import Target, TargetOutput
-from dloop_train.types import Round
+from dloop_train.types import Context, Round
 
 VOCABULARY, STOP, PROMPT = 3, 2, (1, 0, 1)
 EXACT = 1e-12
@@ -328,6 +329,16 @@ def test_chance_belongs_to_the_seed_and_the_response(kind, tiny_target):
     assert text_of(tiny_target, drafter, kind(temperature=1.0), identity="two") != text
 
 
+def test_serving_samples(tiny_target):
+    model = LoopedModel(tiny_target, make_drafter("eagle3-reduced", tiny_target), Always(max_stages=2), tiny_config())
+
+    def said(**settings):
+        return list(model.tokens([60, 61, 62], max_new_tokens=20, **settings))
+
+    assert said() == decode_plain(tiny_target, [60, 61, 62], max_new_tokens=20)
+    assert said(temperature=1.0, seed=4) == said(temperature=1.0, seed=4) != said(temperature=1.0, seed=5)
+
+
 def test_matching_likeliest_drafts_gives_the_text_of_plain_sampling(variant, tiny_target):
     """One draw a token, in the order of the text: whatever is drafted, the same chance says the same."""
     rule = RULES["match, likeliest drafts"]
@@ -349,6 +360,20 @@ def test_chance_draws_as_often_as_it_should():
     assert not {0, 2, 5} & set(drawn.flatten().tolist())
     assert sum(chance.flip(0.3) for _ in range(5000)) / 5000 == pytest.approx(0.3, abs=0.03)
     assert all(chance.flip(1.0) and not chance.flip(0.0) for _ in range(1000))
+
+
+@torch.inference_mode()
+def test_a_stage_remembers_what_it_chose_and_from_what(variant, tiny_target):
+    """The gate's l_i are of the chosen tokens; q is the untouched softmax of the same logits."""
+    drafter, rule, likeliest = make_drafter(variant, tiny_target), Rejection(temperature=0.9), []
+    output = tiny_target.read(torch.tensor([[60, 61, 62]]), reads=drafter.shape.reads)
+    state = drafter.begin(Context(torch.tensor([[60, 61, 62, 63]]), output.features), torch.tensor([[3]]))
+    for seed in range(5):
+        stage = draft_stage(drafter, rule, Chance(seed), state, 63)
+        assert drafter.token_ids(stage.ids).tolist() == stage.tokens
+        assert torch.equal(torch.cat(stage.proposed), distribution(stage.logits, 0.9))
+        likeliest += (stage.ids == stage.logits.argmax(-1)).tolist()
+    assert not all(likeliest)
 
 
 def test_probabilities_are_at_least_fp32():

@@ -212,6 +212,8 @@ class Config:
     """A Prompts (data/prompts.py)."""
     gate: Any
     """A Gate (decoding/gates.py)."""
+    rule: Any
+    """A Rule (decoding/rules.py)."""
     generate: GenerateConfig
     cache: CacheConfig
     train: TrainConfig
@@ -228,7 +230,7 @@ class Config:
 
 TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
          "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig}
-PLUGINS = ("drafter", "prompts", "gate")
+PLUGINS = ("drafter", "prompts", "gate", "rule")
 
 
 def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T:

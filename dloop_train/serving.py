@@ -8,6 +8,7 @@ from dloop_train.config import TargetConfig, build, check, option
 from dloop_train.data.chat import prompt_ids
 from dloop_train.decoding.gates import DLoop, Gate
 from dloop_train.decoding.loop import decode
+from dloop_train.decoding.rules import Rejection
 from dloop_train.drafters.base import Drafter, DrafterConfig
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import as_dtype, load_target
@@ -15,22 +16,23 @@ from dloop_train.targets.target import Target
 
 
 class LoopedModel:
-    """A target with a loop-aware drafter in front of it. Its greedy output is the target's own."""
+    """A target with a loop-aware drafter in front of it. Its output is the target's own: greedy, or drawn at a temperature."""
 
     def __init__(self, target: Target, drafter: Drafter, gate: Gate, config: TargetConfig):
         self.target, self.drafter, self.gate, self.config = target, drafter, gate, config
 
-    def tokens(self, ids: list[int], *, max_new_tokens: int = 512) -> Iterator[int]:
-        """Token ids that continue `ids`, as they become certain."""
-        for emission in decode(self.target, self.drafter, self.gate, ids, max_new_tokens=max_new_tokens):
+    def tokens(self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
+        """Token ids that continue `ids`, as they become certain. Above temperature 0 another seed gives another text."""
+        rule = Rejection(temperature=temperature, seed=seed)
+        for emission in decode(self.target, self.drafter, self.gate, ids, max_new_tokens=max_new_tokens, rule=rule):
             yield from emission.tokens
 
-    def generate(self, prompt: str | list[dict[str, str]], *, max_new_tokens: int = 512) -> Iterator[str]:
+    def generate(self, prompt: str | list[dict[str, str]], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0) -> Iterator[str]:
         """Stream the answer to a user's text, or to a list of messages."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         ids = prompt_ids(self.target.tokenizer, messages, self.config)
         said, tokens = "", []
-        for token in self.tokens(ids, max_new_tokens=max_new_tokens):
+        for token in self.tokens(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed):
             tokens.append(token)
             text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
             if not text.endswith("\ufffd"):  # wait for the rest of a character

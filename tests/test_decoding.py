@@ -67,7 +67,9 @@ def test_replay_is_live(gate, variant, taught, taught_target):
 def test_log_probabilities_are_those_of_the_tempered_softmax():
     logits = torch.randn(3, 11, dtype=torch.float64)
     for temperature in (0.5, 1.0, 2.0):
-        torch.testing.assert_close(log_probability(logits, temperature), torch.log_softmax(logits.float() / temperature, dim=-1).amax(-1))
+        everything = torch.log_softmax(logits.float() / temperature, dim=-1)
+        torch.testing.assert_close(log_probability(logits, logits.argmax(-1), temperature), everything.amax(-1))
+        torch.testing.assert_close(log_probability(logits, torch.tensor([4, 0, 10]), temperature), everything[range(3), [4, 0, 10]])
 
 
 def test_stop_tokens_end_a_round_alike(taught, taught_target):

@@ -10,6 +10,7 @@ import torch
 from dloop_train import config as settings
 from dloop_train.decoding import statistics
 from dloop_train.decoding.replay import judge
+from dloop_train.decoding.rules import Match
 from dloop_train.drafters.base import DrafterConfig
 from dloop_train.phases import artifacts, report
 from dloop_train.phases.replaying import next_stage_tokens
@@ -168,7 +169,7 @@ def tiny(tmp_path):
     """Config of a run whose evaluation and training have been written by hand."""
     target = settings.TargetConfig(name="tiny_llama", source="random", path="tiny_llama", stop_ids=[0])
     made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=None,
-                           gate=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
+                           gate=None, rule=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
                            deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"))
     folder = artifacts.run_folder(made)
     listed = []
@@ -215,6 +216,21 @@ def test_report_says_why_a_figure_is_left_out(tiny):
     html = (folder / "report.html").read_text()
     assert "Left out: metrics.jsonl is absent" in html
     assert len(re.findall("<img", html)) == len(FIGURES) - 1
+
+
+def test_report_of_sampled_texts_names_the_rule_and_compares_none(tiny, capsys):
+    folder = artifacts.run_folder(tiny)
+    path = folder / "evaluation/settings.json"
+    write_atomic(path, json.dumps([setting | Match(temperature=0.7, draft_temperature=0.0).row() | {"gate_temperature": 1.0 if setting["gated"] else None}
+                                   for setting in json.loads(path.read_text())]))
+    for rows in folder.glob("evaluation/rounds/*.jsonl"):
+        write_jsonl(rows, [json.loads(line) | {"same_text": None, "parting_gap": None} for line in rows.read_text().splitlines()])
+    report.run(tiny)
+    known = json.loads((folder / "report.json").read_text())
+    assert (known["run"]["rule"], known["run"]["temperature"], known["run"]["draft_temperature"]) == ("match", 0.7, 0.0)
+    assert [one["same_text"] for one in known["settings"]] == [None] * 3 and known["settings"][2]["gate_temperature"] == 1.0
+    said = "rule match, temperature 0.7, draft temperature 0, gate temperature 1"
+    assert f"texts are sampled ({said})" in capsys.readouterr().out and said in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("missing", ["settings.json", "replay.json", "costs.json", "rounds/1.jsonl"])

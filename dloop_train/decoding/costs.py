@@ -9,6 +9,7 @@ import torch
 
 from dloop_train.decoding.gates import DLoop, Never
 from dloop_train.decoding.loop import decode
+from dloop_train.decoding.rules import GREEDY, Rule
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
 from dloop_train.types import Round
@@ -73,10 +74,11 @@ def measure_costs(target: Target, drafter: Drafter, prompt: Sequence[int], *, st
                  overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
 
 
-def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int]) -> float:
+def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int], rule: Rule = GREEDY) -> float:
     """A few rounds that nobody counts; returns their seconds."""
     started = time.perf_counter()
-    for _ in decode(target, drafter, Never() if drafter is None else DLoop(threshold=-1e9, max_stages=2), prompt, max_new_tokens=8 if drafter is None else 1 + 4 * drafter.k):
+    gate = Never() if drafter is None else DLoop(threshold=-1e9, max_stages=2)
+    for _ in decode(target, drafter, gate, prompt, max_new_tokens=8 if drafter is None else 1 + 4 * drafter.k, rule=rule):
         pass
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -9,10 +9,10 @@ from torch import Tensor
 from dloop_train.config import check
 
 
-def log_probability(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """fp32 log-probability of the most likely token of each row: the paper's l_i, untempered unless asked. [..., V] -> [...]"""
+def log_probability(logits: Tensor, chosen: Tensor, temperature: float = 1.0) -> Tensor:
+    """fp32 log-probability of each row's chosen id: the paper's l_i, untempered unless asked. [..., V] and [...] -> [...]"""
     precise = logits.float() / temperature
-    return precise.amax(-1) - torch.logsumexp(precise, dim=-1)
+    return precise.gather(-1, chosen[..., None])[..., 0] - torch.logsumexp(precise, dim=-1)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The gated drafting loop: draft stages while the gate says so, verify all at once, commit. Greedy, batch 1, lossless."""
+"""The gated drafting loop: draft stages while the gate says so, verify all at once, commit. Batch 1, lossless."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.decoding.gates import Gate, log_probability
-from dloop_train.decoding.rules import accept_greedy
+from dloop_train.decoding.rules import GREEDY, Chance, Rule
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
 from dloop_train.types import Context, DraftState, Reads, Round
@@ -28,8 +28,20 @@ class Drafted:
     """What one stage said."""
 
     tokens: list[int]
+    ids: Tensor  # [k] the same tokens in the draft vocabulary
     logits: Tensor  # [k, V] over the draft vocabulary
+    proposed: list[Tensor]  # the distributions that the ids were drawn from, [rows, V] each; empty where nothing was drawn
     state: DraftState
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What all stages of a round said."""
+
+    tokens: list[int]
+    proposed: Tensor | None  # [n, V] over the draft vocabulary
+    scores: list[float]  # one a stage
+    state: DraftState | None
 
 
 class Clock:
@@ -51,18 +63,21 @@ class Clock:
 
 
 @torch.inference_mode()
-def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence[int], *, max_new_tokens: int) -> Iterator[Emission]:
-    """Emit the target's own greedy continuation of `prompt`, round by round, until a stop token or the length limit.
+def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence[int], *, max_new_tokens: int,
+           rule: Rule = GREEDY, chance: Chance | None = None) -> Iterator[Emission]:
+    """Emit the target's own continuation of `prompt`, round by round, until a stop token or the length limit.
 
-    Without a drafter each round is one plain step of the target, through the same code path.
+    Greedy, or drawn from the target's distribution at the rule's temperature. Without a drafter each round is one plain step of the
+    target, through the same code path.
     """
     check(len(prompt) > 0, "the prompt is empty; it needs at least one token")
     check(max_new_tokens >= 1, f"max_new_tokens must be positive, got {max_new_tokens}")
     reads = drafter.shape.reads if drafter is not None else Reads()
     device, stops = target.device, set(target.spec.stop_ids)
+    chance = chance or Chance(rule.seed)
     cache = target.new_cache()
     output = target.read(torch.tensor([list(prompt)], device=device), cache=cache, reads=reads, logits=slice(-1, None))
-    anchor = int(output.logits[0, -1].argmax())
+    [anchor] = rule.judge([], None, output.logits[0], chance)
     origin, left = len(prompt), max_new_tokens - 1  # position of the anchor; tokens that may still be emitted
     yield Emission([anchor], None)
     if anchor in stops or not left:
@@ -73,12 +88,14 @@ def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence
         state = drafter.begin(Context(tokens, output.features), torch.tensor([[origin]], device=device))
     while True:
         clock = Clock(device)
-        drafted, scores, state = draft_round(drafter, gate, state, anchor, left, stops, clock)
-        output = target.read(torch.tensor([[anchor, *drafted]], device=device), cache=cache, reads=reads, logits=slice(None))
-        predicted = output.logits[0].argmax(-1).tolist()
-        accepted = accept_greedy(drafted, predicted)
+        draft = draft_round(drafter, gate, rule, chance, state, anchor, left, stops, clock)
+        state = draft.state
+        output = target.read(torch.tensor([[anchor, *draft.tokens]], device=device), cache=cache, reads=reads, logits=slice(None))
+        proposed = None if draft.proposed is None else over_target(draft.proposed, drafter, output.logits.shape[-1])
+        said = rule.judge(draft.tokens, proposed, output.logits[0], chance)
+        accepted = len(said) - 1
         clock.charge("verify")
-        emitted = clip([*drafted[:accepted], predicted[accepted]], stops, left)
+        emitted = clip(said, stops, left)
         left -= len(emitted)
         over = emitted[-1] in stops or not left
         if not over:
@@ -88,41 +105,55 @@ def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence
                 state = drafter.commit(state, Context(known, output.features[:, :accepted + 1], start=origin))
             origin, anchor = origin + accepted + 1, emitted[-1]
         clock.charge("commit")
-        yield Emission(emitted, Round(len(scores), len(drafted), accepted, len(emitted), tuple(scores), clock.seconds))
+        yield Emission(emitted, Round(len(draft.scores), len(draft.tokens), accepted, len(emitted), tuple(draft.scores), clock.seconds))
         if over:
             return
 
 
-def draft_round(drafter: Drafter | None, gate: Gate, state: DraftState | None, anchor: int, left: int, stops: set[int],
-                clock: Clock) -> tuple[list[int], list[float], DraftState | None]:
+def draft_round(drafter: Drafter | None, gate: Gate, rule: Rule, chance: Chance, state: DraftState | None, anchor: int, left: int,
+                stops: set[int], clock: Clock) -> Draft:
     """Stages until the gate, a drafted stop token or the length limit ends the round."""
     drafted: list[int] = []
+    proposed: list[Tensor] = []
     scores: list[float] = []
     while drafter is not None:
-        stage = draft_stage(drafter, state, anchor)
+        stage = draft_stage(drafter, rule, chance, state, anchor)
         drafted += stage.tokens
+        proposed += stage.proposed
         state, anchor = stage.state, stage.tokens[-1]
         clock.charge("draft_more" if scores else "draft_first")
-        scores.append(float(log_probability(stage.logits, gate.temperature).sum()) if gate.needs_scores else 0.0)
+        scores.append(float(log_probability(stage.logits, stage.ids, gate.temperature).sum()) if gate.needs_scores else 0.0)
         more = gate.more(scores)
         clock.charge("gate")
         if not more or stops.intersection(stage.tokens) or len(drafted) + drafter.k > left:
             break
-    return drafted, scores, state
+    return Draft(drafted, torch.cat(proposed) if proposed else None, scores, state)
 
 
-def draft_stage(drafter: Drafter, state: DraftState, anchor: int) -> Drafted:
-    """One stage of the most likely tokens after `anchor`."""
+def draft_stage(drafter: Drafter, rule: Rule, chance: Chance, state: DraftState, anchor: int) -> Drafted:
+    """One stage of the rule's choices after `anchor`."""
+    ids: list[Tensor] = []
     seen: list[Tensor] = []
+    proposed: list[Tensor] = []
 
-    def most_likely(logits: Tensor) -> Tensor:
+    def pick(logits: Tensor) -> Tensor:
+        chosen, probabilities = rule.propose(logits, chance)
+        ids.append(chosen.flatten())
         seen.append(logits.flatten(0, -2))  # rows of one slot, or of all
-        return drafter.token_ids(logits.argmax(-1))
+        if probabilities is not None:
+            proposed.append(probabilities.flatten(0, -2))
+        return drafter.token_ids(chosen)
 
     anchors = torch.tensor([[anchor]], device=state.origin.device)
-    stage = drafter.stage(state, anchors, lambda step, hidden: most_likely(drafter.logits(hidden)))
-    tokens = drafter.speak(stage, anchors, most_likely)
-    return Drafted(tokens[0, 0].tolist(), torch.cat(seen), stage.state)
+    stage = drafter.stage(state, anchors, lambda step, hidden: pick(drafter.logits(hidden)))
+    tokens = drafter.speak(stage, anchors, pick)
+    return Drafted(tokens[0, 0].tolist(), torch.cat(ids), torch.cat(seen), proposed, stage.state)
+
+
+def over_target(proposed: Tensor, drafter: Drafter, vocab_size: int) -> Tensor:
+    """Distributions over the draft vocabulary as ones over the target's, zero elsewhere. [n, V'] -> [n, V]"""
+    ids = drafter.token_ids(torch.arange(proposed.shape[-1], device=proposed.device))
+    return proposed.new_zeros(len(proposed), vocab_size).index_copy(1, ids, proposed)
 
 
 def clip(tokens: list[int], stops: set[int], left: int) -> list[int]:

@@ -55,8 +55,9 @@ def draft_all(drafter: Drafter, state, anchors: Tensor, max_stages: int, tempera
         logprobs: list[Tensor] = []
 
         def most_likely(logits: Tensor, logprobs=logprobs) -> Tensor:
-            logprobs.append(log_probability(logits, temperature))  # [B, N] of one slot, or [B, N, k]
-            return drafter.token_ids(logits.argmax(-1))
+            ids = logits.argmax(-1)
+            logprobs.append(log_probability(logits, ids, temperature))  # [B, N] of one slot, or [B, N, k]
+            return drafter.token_ids(ids)
 
         stage = drafter.stage(state, anchors, lambda step, hidden, pick=most_likely: pick(drafter.logits(hidden)))
         chosen = drafter.speak(stage, anchors, most_likely)

@@ -1,11 +1,135 @@
-"""Acceptance rules: which drafted tokens does the target confirm?"""
+"""Rules: how tokens are drawn from a drafter and from the target, and which drafted ones the target accepts. Lossless at every temperature."""
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dloop_train.config import check
 
 
-def accept_greedy(drafted: Sequence[int], predicted: Sequence[int]) -> int:
-    """Length of the drafted prefix that the target would have chosen itself; predicted[i] follows the i-th drafted token."""
+class Chance:
+    """Random decisions of one response: the same for the same seed and identity, whatever else runs, on every device."""
+
+    def __init__(self, seed: int = 0, identity: str = ""):
+        key = hashlib.sha256(f"{seed}/{identity}".encode()).digest()[:8]
+        self.generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+
+    def draw(self, probabilities: Tensor) -> Tensor:
+        """An index from each row, by inverse transform. [..., V] -> [...]"""
+        cumulative = probabilities.double().cumsum(-1)
+        uniform = torch.rand(probabilities.shape[:-1], generator=self.generator, dtype=torch.float64).to(cumulative.device)
+        drawn = torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True)[..., 0]
+        return drawn.clamp(max=probabilities.shape[-1] - 1)
+
+    def flip(self, probability: float) -> bool:
+        """True with this probability; never for 0, always for 1."""
+        return torch.rand((), generator=self.generator, dtype=torch.float64).item() < probability
+
+
+@dataclass(kw_only=True)
+class Rule:
+    """How the target judges a draft. At temperature 0 every rule is greedy: the target's own most likely token, or none."""
+
+    temperature: float = 0.0
+    """Of the target's logits; 0 is greedy."""
+    draft_temperature: float | None = None
+    """Of the drafter's logits; null is the target's, 0 drafts the most likely tokens."""
+    seed: int = 0
+    """Responses are drawn anew with another seed."""
+
+    def __post_init__(self):
+        check(self.temperature >= 0, f"rule.temperature must not be negative, got {self.temperature}")
+        check(self.draft_temperature is None or self.draft_temperature >= 0, f"rule.draft_temperature must not be negative, got {self.draft_temperature}")
+        check(self.temperature > 0 or not self.draft_temperature,
+              f"rule.draft_temperature is {self.draft_temperature} where rule.temperature is 0: decoding is greedy then; raise rule.temperature or leave the other null")
+
+    @property
+    def drafts_at(self) -> float:
+        """The temperature that drafts are drawn at."""
+        return self.temperature if self.draft_temperature is None else self.draft_temperature
+
+    def row(self) -> dict:
+        """As evaluations and reports name it."""
+        return {"rule": type(self).__name__.lower(), "temperature": self.temperature, "draft_temperature": self.drafts_at}
+
+    def propose(self, logits: Tensor, chance: Chance) -> tuple[Tensor, Tensor | None]:
+        """Drafted ids of the draft vocabulary [...] and the distributions that they were drawn from [..., V]; None where nothing was drawn."""
+        if self.drafts_at == 0:
+            return logits.argmax(-1), None
+        probabilities = distribution(logits, self.drafts_at)
+        return chance.draw(probabilities), probabilities
+
+    def judge(self, drafted: Sequence[int], proposed: Tensor | None, logits: Tensor, chance: Chance) -> list[int]:
+        """The drafted tokens that the target accepts, then one of its own.
+
+        logits [n + 1, V] are the target's, row i those of the token after the first i drafted ones. proposed [n, V] are the distributions
+        that the n drafted tokens were drawn from, over the target's vocabulary; None for drafts that nothing was drawn for.
+        """
+        if self.temperature == 0:
+            return confirmed(drafted, logits.argmax(-1).tolist())
+        return self.judge_sampled(drafted, proposed, distribution(logits, self.temperature), chance)
+
+    def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:
+        """`judge` above temperature 0; target [n + 1, V] are the target's distributions."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class Rejection(Rule):
+    """Accept a drafted token x with probability min(1, p(x) / q(x)); instead of the first rejected one, draw from what p has over q."""
+
+    def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:
+        if proposed is None:
+            proposed = F.one_hot(torch.tensor(drafted, dtype=torch.int64, device=target.device), target.shape[-1]).to(target.dtype)
+        accepted = 0
+        for ratio in acceptance(target[:-1], proposed, drafted):
+            if not chance.flip(ratio):
+                return [*drafted[:accepted], int(chance.draw(residual(target[accepted], proposed[accepted])))]
+            accepted += 1
+        return [*drafted, int(chance.draw(target[-1]))]
+
+
+@dataclass(kw_only=True)
+class Match(Rule):
+    """Draw the target's own token at every position, and accept the drafted one while the two are equal."""
+
+    def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:
+        said: list[int] = []
+        for row in target:
+            said.append(int(chance.draw(row)))
+            if said != drafted[:len(said)]:
+                break
+        return said
+
+
+GREEDY = Rejection()
+
+
+def distribution(logits: Tensor, temperature: float) -> Tensor:
+    """The one softmax that tokens are drawn from and judged by, in fp32 or better. [..., V] -> [..., V]"""
+    return torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+
+
+def acceptance(target: Tensor, proposed: Tensor, drafted: Sequence[int]) -> list[float]:
+    """min(1, p(x) / q(x)) of each drafted token. [n, V] twice -> n numbers"""
+    tokens = torch.tensor(drafted, dtype=torch.int64, device=target.device)[:, None]
+    return (target.gather(1, tokens) / proposed.gather(1, tokens)).clamp(max=1)[:, 0].tolist()
+
+
+def residual(target: Tensor, proposed: Tensor) -> Tensor:
+    """max(p - q, 0), normalised: where a rejected token is drawn again. [V] twice -> [V]"""
+    rest = (target - proposed).clamp(min=0)
+    rest = torch.where(rest.sum() > 0, rest, target)  # p = q, and a rejection out of rounding
+    return rest / rest.sum()
+
+
+def confirmed(drafted: Sequence[int], predicted: Sequence[int]) -> list[int]:
+    """The drafted prefix that the target would have chosen itself, then its next token; predicted[i] follows the i-th drafted token."""
     accepted = 0
     while accepted < len(drafted) and drafted[accepted] == predicted[accepted]:
         accepted += 1
-    return accepted
+    return [*drafted[:accepted], predicted[accepted]]

@@ -14,6 +14,7 @@ from dloop_train.data.responses import Response, read_responses
 from dloop_train.decoding.costs import Costs, measure_costs, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
+from dloop_train.decoding.rules import Chance, Rule
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import replay_all, sweep
@@ -38,10 +39,10 @@ class Setting:
     def slug(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
 
-    def row(self, k: int) -> dict:
+    def row(self, k: int, rule: Rule) -> dict:
         gated = not isinstance(self.gate, Never)
         return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": getattr(self.gate, "threshold", None), "k": k,
-                "rounds": f"rounds/{self.slug}.jsonl"}
+                "rounds": f"rounds/{self.slug}.jsonl", "gate_temperature": self.gate.temperature if self.gate.needs_scores else None, **rule.row()}
 
 
 def run(config: Config) -> None:
@@ -61,7 +62,7 @@ def run(config: Config) -> None:
     check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")
     decode_live(config, folder, target, drafters, settings, responses)
     replay_settings(config, folder, target, drafters, responses)
-    write_atomic(folder / "settings.json", json.dumps([s.row(drafters[s.drafter].k if s.drafter else 0) for s in settings], indent=1))
+    write_atomic(folder / "settings.json", json.dumps([s.row(drafters[s.drafter].k if s.drafter else 0, config.rule) for s in settings], indent=1))
     say(f"evaluate: {folder}")
 
 
@@ -87,8 +88,9 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
     """Start anew when what is evaluated has changed."""
     check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
     weights = {label: weights_digest(path) for label, path in folders.items()}
+    sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
     made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "drafter": asdict(config.drafter), "responses": artifacts.responses(config).key,
-                                "settings": [[s.label, repr(s.gate)] for s in settings]})}
+                                "settings": [[s.label, repr(s.gate)] for s in settings], **sampled})}
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
         say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
@@ -108,15 +110,23 @@ def decode_live(config: Config, folder: Path, target: Target, drafters: dict[str
     rows = {setting.label: read_partial(folder, setting) for setting in settings}
     done = min(map(len, rows.values()))
     for setting in settings:
-        warm_up(target, drafters.get(setting.drafter), responses[0].prompt_ids)
+        warm_up(target, drafters.get(setting.drafter), responses[0].prompt_ids, config.rule)
     for response in tqdm(responses[done:], desc="evaluate", unit="prompt"):
         texts = {}
         for setting in settings:
             row, texts[setting.label] = decode_one(config, target, drafters.get(setting.drafter), setting, response)
-            gap = parting_gap(target, response.prompt_ids, texts[PLAIN], texts[setting.label])
-            rows[setting.label] = rows[setting.label][:done] + [row | {"same_text": gap is None, "parting_gap": gap}]
+            row |= compared(config.rule, target, response, texts[PLAIN], texts[setting.label])
+            rows[setting.label] = rows[setting.label][:done] + [row]
             write_jsonl(folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
         done += 1
+
+
+def compared(rule: Rule, target: Target, response: Response, plain: list[int], text: list[int]) -> dict:
+    """A text beside plain decoding's. Sampled ones differ by right, so they are not compared."""
+    if rule.temperature:
+        return {"same_text": None, "parting_gap": None}
+    gap = parting_gap(target, response.prompt_ids, plain, text)
+    return {"same_text": gap is None, "parting_gap": gap}
 
 
 def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[int]) -> float | None:
@@ -140,7 +150,8 @@ def read_partial(folder: Path, setting: Setting) -> list[dict]:
 
 def decode_one(config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response) -> tuple[dict, list[int]]:
     """One response as a record. The clock starts at the end of the first draft, as in z-lab's protocol."""
-    emissions = list(decode(target, drafter, setting.gate, response.prompt_ids, max_new_tokens=config.evaluate.max_new_tokens))
+    emissions = list(decode(target, drafter, setting.gate, response.prompt_ids, max_new_tokens=config.evaluate.max_new_tokens, rule=config.rule,
+                            chance=Chance(config.rule.seed, response.id)))
     rounds = [emission.round for emission in emissions if emission.round is not None]
     text = [token for emission in emissions for token in emission.tokens]
     seconds = sum(sum(round.seconds.values()) for round in rounds) - (rounds[0].seconds.get("draft_first", 0.0) if rounds else 0.0)

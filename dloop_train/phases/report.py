@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from dloop_train.config import Config, check
 from dloop_train.decoding import statistics
+from dloop_train.decoding.rules import GREEDY
 from dloop_train.decoding.statistics import Estimate
 from dloop_train.phases import artifacts, figures
 from dloop_train.ranks import say
@@ -96,7 +97,8 @@ def wandb_summary(report: dict) -> dict[str, float]:
 
 def read_results(folder: Path) -> Results:
     evaluation = folder / "evaluation"
-    settings = json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))
+    unnamed = GREEDY.row() | {"gate_temperature": None}  # evaluations from before there were rules
+    settings = [unnamed | setting for setting in json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))]
     check(len(settings) >= 2 and settings[0]["drafter"] is None and settings[1]["drafter"] is not None,
           f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; rerun phases=[evaluate]")
     rows = {setting["label"]: read_jsonl(required(evaluation / setting["rounds"])) for setting in settings}
@@ -139,6 +141,7 @@ def describe_run(config: Config, results: Results) -> dict:
             "target": config.target.name, "target_source": f"{config.target.path} at {config.target.revision}",
             "g": sorted({setting["threshold"] for setting in results.gated if setting["threshold"] is not None}, reverse=True),
             "k": sorted({setting["k"] for setting in results.settings if setting["drafter"] is not None}),
+            **{name: results.plain[name] for name in GREEDY.row()},
             "dtype": config.evaluate.dtype, "prompts": len({row["id"] for row in results.rows[results.plain["label"]]}),
             "prompts_left_out": results.left_out, "bootstrap_draws": config.evaluate.bootstrap, "versions": versions()}
 
@@ -147,13 +150,13 @@ def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
     rows, plain, k = results.rows[setting["label"]], results.rows[results.plain["label"]], setting["k"]
     resample = {"draws": config.evaluate.bootstrap, "seed": config.evaluate.seed}
     rounds = statistics.rounds_of(rows)
-    summary = {**{key: setting[key] for key in ("label", "drafter", "gated", "threshold", "k")},
+    summary = {**{key: setting[key] for key in ("label", "drafter", "gated", "threshold", "gate_temperature", "k")},
                "tau": asdict(statistics.tau_estimate(rows, **resample)), "tau_micro": statistics.tau_micro(rows),
                "speedup": asdict(statistics.speedup_estimate(rows, plain, **resample)),
                "speedup_micro": statistics.speedup_micro(rows, plain),
                "seconds_per_token": float(statistics.seconds_per_token(rows).mean()),
                "stages_per_round": sum(one["stages"] for one in rounds) / len(rounds),
-               "same_text": sum(row["same_text"] for row in rows) / len(rows),
+               "same_text": None if setting["temperature"] else sum(row["same_text"] for row in rows) / len(rows),
                "parting_gap": max((row["parting_gap"] for row in rows if row["parting_gap"] is not None), default=None),
                "tau_by_category": statistics.by_category(rows), "by_depth": statistics.by_depth(rows), "time": statistics.time_shares(rows)}
     if setting["drafter"] is not None:
@@ -205,7 +208,7 @@ def table_rows(report: dict) -> list[dict[str, str]]:
              f"over {report['reference']}": interval(one["over_reference"], "x") if compared(one, report) else "-",
              "ms/token": f"{1000 * one['seconds_per_token']:.1f}", "S": f"{one['stages_per_round']:.2f}",
              "full": percent(one["full_acceptance"][0]["full"]) if one["drafter"] else "-",
-             "same text": f"{one['same_text']:.0%}"} for one in report["settings"]]
+             "same text": percent(one["same_text"])} for one in report["settings"]]
 
 
 def compared(one: dict, report: dict) -> bool:
@@ -220,11 +223,21 @@ def interval(estimate: dict, unit: str = "") -> str:
 
 
 def losslessness(report: dict) -> str:
-    """Whether texts that differ from plain decoding's do so at ties."""
+    """Whether texts that differ from plain decoding's do so at ties; sampled ones differ by right."""
+    if report["run"]["temperature"]:
+        return f"texts are sampled ({decoding(report)}) and not compared with plain decoding's; the thresholds' replay is greedy"
     gaps = [one["parting_gap"] for one in report["settings"] if one["parting_gap"] is not None]
     if not gaps:
         return "every text is plain decoding's"
     return f"where a text parts from plain decoding's, the target's logits of the two tokens are at most {max(gaps):.1f} {report['run']['dtype']} roundings apart"
+
+
+def decoding(report: dict) -> str:
+    """rule rejection, temperature 1, draft temperature 1, gate temperature 1"""
+    run = report["run"]
+    gates = sorted({one["gate_temperature"] for one in report["settings"] if one["gate_temperature"] is not None})
+    gate = ", gate temperature " + " and ".join(f"{temperature:g}" for temperature in gates) if gates else ""
+    return f"rule {run['rule']}, temperature {run['temperature']:g}, draft temperature {run['draft_temperature']:g}{gate}"
 
 
 def headline(report: dict) -> str:
@@ -308,12 +321,12 @@ round counts whole.
 Speedup is the ratio of mean seconds per token, on a clock that starts after the first draft. Micro values pool all rounds or tokens.
 Intervals are 95 %, from a bootstrap that draws prompts, the same for both sides of a ratio. S is the mean number of stages in a round.
 Full: rounds whose first stage was accepted whole. Same text: responses equal to plain decoding's; in low precision two nearly equal
-logits of the target may change places, and the line under the table says how nearly."""
+logits of the target may change places, and the line under the table says how nearly. Above temperature 0 texts are not compared."""
 
 
 def page(report: dict, shown: list[Exhibit]) -> str:
     """The whole html: nothing is loaded from elsewhere."""
-    body = [f"<h1>{escape(report['run']['name'])}</h1>", f'<p class="lead">{escape(headline(report))}.</p>', facts(report["run"]),
+    body = [f"<h1>{escape(report['run']['name'])}</h1>", f'<p class="lead">{escape(headline(report))}.</p>', facts(report),
             html_table(table_rows(report)), f'<p class="note">{escape(losslessness(report))}.</p>']
     body += [*map(section, shown[:2]), *stage_tables(report), *map(section, shown[2:])]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -321,11 +334,12 @@ def page(report: dict, shown: list[Exhibit]) -> str:
             + f"\n<footer><h2>Conventions</h2><p>{escape(CONVENTIONS)}</p></footer>\n</body></html>\n")
 
 
-def facts(run: dict) -> str:
+def facts(report: dict) -> str:
+    run = report["run"]
     left_out = f", {run['prompts_left_out']} left out that were answered without a round" if run["prompts_left_out"] else ""
     listed = {"Drafter": run["drafter"], "Target": f"{run['target']} ({run['target_source']})",
               "Gate threshold g": ", ".join(f"{g:g}" for g in run["g"]) or "none",
-              "Tokens per stage k": ", ".join(map(str, run["k"])),
+              "Tokens per stage k": ", ".join(map(str, run["k"])), "Decoding": decoding(report),
               "Evaluation": f"{run['prompts']} test prompts in {run['dtype']}{left_out}",
               "Intervals": f"95 %, {run['bootstrap_draws']} bootstrap draws of prompts",
               "Versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}

@@ -5,14 +5,13 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import TAPS, VARIANTS, make_drafter, tiny_config
+from conftest import TAPS, VARIANTS, make_drafter, settings_of, tiny_config
 
 from dloop_train.config import CONF, TargetConfig, build, option
 from dloop_train.decoding import loop, rules
 from dloop_train.decoding.gates import Always, DLoop, Never
 from dloop_train.decoding.loop import decode, draft_stage
 from dloop_train.decoding.rules import Chance, Match, Rejection, Rule, distribution
-from dloop_train.drafters.base import DrafterConfig
 from dloop_train.serving import LoopedModel
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.responders import decode_plain
@@ -41,14 +40,16 @@ def target() -> Target:
 
 def small_drafter(variant: str, target: Target):
     """A random drafter of a variant with few tokens a stage; a reduced draft vocabulary has two of the three."""
-    family, settings = VARIANTS[variant]
-    config = build(option("drafter", family) | settings, DrafterConfig, "drafter")
-    reduced = {"draft_vocab_size": 2} if settings.get("draft_vocab_size") else {}
-    few = {"width": 2} if hasattr(config, "width") else {"tokens_per_stage": 2 if "fc_norm" in settings else 1}
+    config = settings_of(variant)
+    reduced = {"draft_vocab_size": 2} if getattr(config, "draft_vocab_size", 0) else {}
+    few = {"width": 2} if hasattr(config, "width") else {"tokens_per_stage": 2 if getattr(config, "fc_norm", False) else 1}
     config = dataclasses.replace(config, **few, **reduced)
+    shape = config.shape(target.spec, TAPS)
+    for change in VARIANTS[variant][2:]:
+        shape = change(shape)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        drafter = config.build(config.shape(target.spec, TAPS), TargetHead.of(target))
+        drafter = config.build(shape, TargetHead.of(target))
         if reduced:
             drafter.keep_tokens(torch.tensor([0, 2]))
         for name, parameter in drafter.named_parameters():

@@ -18,7 +18,7 @@ from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
 from dloop_train.data.responses import Response
 from dloop_train.decoding.gates import Always
 from dloop_train.decoding.loop import decode
-from dloop_train.decoding.rules import accept_greedy
+from dloop_train.decoding.rules import confirmed
 from dloop_train.phases.cache import read_samples
 from dloop_train.targets import sources
 from dloop_train.targets.head import TargetHead
@@ -212,9 +212,9 @@ def speculate(target, prompt: list[int], plain: list[int], seed: int) -> list[in
         drafted[lie:lie + 1] = [99] if lie < len(drafted) else []
         output = target.read(torch.tensor([[text[-1], *drafted]]), cache=cache, logits=slice(None))
         predicted = output.logits[0].argmax(-1).tolist()
-        accepted = accept_greedy(drafted, predicted)
-        target.commit(cache, len(prompt) + len(text) - 1, range(accepted + 1))
-        text = text + drafted[:accepted] + [predicted[accepted]]
+        said = confirmed(drafted, predicted)
+        target.commit(cache, len(prompt) + len(text) - 1, range(len(said)))
+        text = text + said
     return text[:len(plain)]
 
 

@@ -103,6 +103,9 @@ class TrainConfig:
     steps: int = 0
     """Optimiser steps; 0 means `epochs` passes over the data."""
     epochs: float = 1.0
+    base_epochs: float = 0.0
+    """Passes of the base recipe (one stage, base_lr) in front of these, for drafters without released weights."""
+    base_lr: float = 6e-4
     batch_size: int = 32
     """Sequences per optimiser step, over all ranks and micro-batches."""
     micro_batch_size: int = 1
@@ -140,6 +143,7 @@ class TrainConfig:
               f"train.batch_size {self.batch_size} must be a multiple of train.micro_batch_size {self.micro_batch_size}")
         check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")
         check(self.origins >= 1, f"train.origins must be positive, got {self.origins}")
+        check(self.base_epochs >= 0, f"train.base_epochs must not be negative, got {self.base_epochs}")
 
 
 @dataclass

@@ -212,6 +212,16 @@ def test_two_ranks_equal_one(uninterrupted):
         assert a == pytest.approx(b, rel=1e-5)
 
 
+def test_base_epochs_are_the_base_recipe_and_loop_aware_steps_follow(uninterrupted):
+    """The first steps are those of a base run to the last digit; the later ones have a last stage, and a schedule of their own."""
+    root, _ = uninterrupted
+    both = train(root, "phases=[train]", "train.steps=3", "train.base_epochs=0.5", "train.base_lr=1e-3", "name=both")
+    base = train(root, "phases=[train]", "train.steps=3", "train.depth_exposure=0", "train.lr=1e-3", "name=base")
+    assert numbers(both[:3]) == numbers(base) and len(both) == 6
+    assert ["weighted_loss_last" in row for row in both] == [False] * 3 + [True] * 3
+    assert [row["lr"] for row in both[3:]] == pytest.approx([learning_rate(step, 3, 6e-5, 0.04) for step in range(3)])
+
+
 def test_a_resumed_log_holds_each_step_once(tmp_path):
     """Rows past the checkpoint go; a training that begins anew, validation at step 0 included, keeps nothing."""
     def steps(start, *new):

@@ -51,17 +51,22 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
 
     Files without such a tensor are not opened where there is an index, and other tensors are not read.
     """
-    index, single, pickled = folder / "model.safetensors.index.json", folder / "model.safetensors", folder / "pytorch_model.bin"
-    if index.is_file():
-        places = json.loads(index.read_text())["weight_map"]
-        files = sorted({file for name, file in places.items() if name.startswith(prefix)})
-        missing = [name for name in files if not (folder / name).is_file()]
-        check(not missing, f"{index} names {missing}, which are not there; the download is incomplete")
-        return {name: tensor for file in files for name, tensor in load_safely(folder / file, prefix).items()}
-    if single.is_file():
-        return load_safely(single, prefix)
+    shards, pickled = shards_of(folder, prefix), folder / "pytorch_model.bin"
+    if shards is not None:
+        return {name: tensor for file in shards for name, tensor in load_safely(file, prefix).items()}
     check(pickled.is_file(), f"{folder} has no model.safetensors, index or pytorch_model.bin")
     return {name: tensor for name, tensor in torch.load(pickled, map_location="cpu", weights_only=True).items() if name.startswith(prefix)}
+
+
+def shards_of(folder: Path, prefix: str = "") -> list[Path] | None:
+    """The safetensors files that hold tensors of this prefix; None where there are no safetensors."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        return [single] if single.is_file() else None
+    files = sorted({file for name, file in json.loads(index.read_text())["weight_map"].items() if name.startswith(prefix)})
+    missing = [name for name in files if not (folder / name).is_file()]
+    check(not missing, f"{index} names {missing}, which are not there; the download is incomplete")
+    return [folder / name for name in files]
 
 
 def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -74,8 +79,9 @@ def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
 
 def weights_digest(folder: Path) -> str:
     """A hash of a checkpoint's config and weights."""
-    digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    digest, config = hashlib.sha256(), read_config(folder)
+    weights = shards_of(folder, getattr(layout_of(config, folder), "PREFIX", ""))
+    for path in [folder / "config.json", *([folder / "pytorch_model.bin"] if weights is None else weights)]:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

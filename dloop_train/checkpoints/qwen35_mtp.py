@@ -53,11 +53,13 @@ def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {PREFIX + name: tensor for name, tensor in tensors.items()}
 
 
-def beside(drafter: Path, target: Path, out: Path) -> list[Path]:
-    """Copies of the target's shards that hold mtp.* tensors, with the drafter's in their place; engines read them from there."""
+def merge_into(drafter: Path, target: Path, out: Path) -> list[Path]:
+    """Copies of the target's files that hold mtp.* tensors, with the drafter's in their place. None where the target has no module of its own."""
     index, single = target / "model.safetensors.index.json", target / "model.safetensors"
     names = json.loads(index.read_text())["weight_map"] if index.is_file() else dict.fromkeys(tensor_names(single), single.name)
     files = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
+    if not files:
+        return []
     with safe_open(drafter / "model.safetensors", "pt") as trained:
         ours = {name: trained.get_tensor(name) for name in trained.keys()}
     out.mkdir(parents=True, exist_ok=True)

@@ -2,16 +2,18 @@
 
 import importlib.metadata
 import shutil
+from pathlib import Path
 
 import torch
 
 from dloop_train import __version__
-from dloop_train.checkpoints.files import SECTION, check_export, read_config, save_drafter
+from dloop_train.checkpoints.files import SECTION, check_export, layout_modules, read_config, save_drafter
 from dloop_train.config import Config
+from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.train import make_drafter
 from dloop_train.ranks import say
-from dloop_train.targets.sources import load_spec
+from dloop_train.targets.sources import load_spec, locate
 from dloop_train.training.engine import trained_drafter
 
 
@@ -28,9 +30,20 @@ def run(config: Config) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     save_drafter(drafter, beside, section=section, target=spec)
     check_export(beside, drafter.to(torch.bfloat16), config.drafter)
+    put_into_target(config, drafter, beside)
     shutil.rmtree(out, ignore_errors=True)
     beside.rename(out)
     say(f"export: {out} ({drafter.shape.format} layout)")
+
+
+def put_into_target(config: Config, drafter: Drafter, folder: Path) -> None:
+    """Where engines read a drafter out of the target's own files, copies of these with the trained tensors in them."""
+    merge = getattr(layout_modules()[drafter.shape.format], "merge_into", None)
+    if merge is None or config.target.source == "random":
+        return
+    files = merge(folder, locate(config.target), folder / "merged")
+    if files:
+        say(f"export: {folder.with_suffix('').name}/merged holds {[file.name for file in files]}: put them in place of the target's files of these names to serve it")
 
 
 def versions() -> dict[str, str]:

@@ -40,8 +40,27 @@ class Plan:
         return -(-len(self.lengths) // self.settings.batch_size)
 
     @property
+    def base_steps(self) -> int:
+        """Steps of the base recipe, which come first."""
+        return round(self.settings.base_epochs * self.steps_per_epoch)
+
+    @property
     def steps(self) -> int:
-        return self.settings.steps or max(1, round(self.settings.epochs * self.steps_per_epoch))
+        return self.base_steps + (self.settings.steps or max(1, round(self.settings.epochs * self.steps_per_epoch)))
+
+    def depth_exposure(self, step: int) -> int:
+        """N of a step."""
+        return 0 if step < self.base_steps else self.settings.depth_exposure
+
+    def learning_rate(self, step: int) -> float:
+        """Each recipe warms up and decays by itself."""
+        if step < self.base_steps:
+            return learning_rate(step, self.base_steps, self.settings.base_lr, self.settings.warmup)
+        return learning_rate(step - self.base_steps, self.steps - self.base_steps, self.settings.lr, self.settings.warmup)
+
+    def progress(self, step: int) -> float:
+        """How far the recipe of this step has come, in [0, 1)."""
+        return step / self.base_steps if step < self.base_steps else (step - self.base_steps) / (self.steps - self.base_steps)
 
     @property
     def micro_batches(self) -> int:
@@ -129,7 +148,7 @@ class Trainer:
         batches = [batch.to(self.device, self.dtype) for batch in waiting.result()]
         wait = time.perf_counter() - started
         empty = [not indices for indices in self.plan.micros(self.step)]
-        origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.settings.depth_exposure,
+        origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
                                 seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]
         origins = [Origins(o.position, o.depth * 0) if dummy else o for o, dummy in zip(origins, empty, strict=True)]
         return Prepared(batches, origins, sum(batch.tokens.numel() for batch in batches), wait)
@@ -137,16 +156,17 @@ class Trainer:
     def run_step(self, prepared: Prepared) -> dict[str, float | list[float]]:
         """Forward, backward and update over the whole window of micro-batches."""
         unroll = self.engine.module
+        unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
         local = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
         totals = sum_over_ranks(local)
-        rate = learning_rate(self.step, self.plan.steps, self.settings.lr, self.settings.warmup)
+        rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
         scale = world_size() * len(prepared.batches)
         sums: dict = {}
         for batch, origins in zip(prepared.batches, prepared.origins, strict=True):
-            result = self.engine(batch, origins, totals, self.step / self.plan.steps)
+            result = self.engine(batch, origins, totals, self.plan.progress(self.step))
             self.require_finite(result.loss, batch)
             self.engine.backward(result.loss * scale)
             self.engine.step()

@@ -7,6 +7,7 @@ from conftest import TAPS, VARIANTS, make_drafter, settings_of
 from dloop_train.checkpoints.files import load_drafter, save_drafter
 from dloop_train.config import CONF
 from dloop_train.decoding.loop import draft_stage
+from dloop_train.decoding.rules import GREEDY, Chance
 from dloop_train.drafters.base import take
 from dloop_train.types import Context
 
@@ -132,7 +133,7 @@ def test_decoded_stage_equals_unrolled(drafter, text):
     tokens, features, _ = text
     state, anchor, drafted, logits = drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])), int(tokens[0, 7]), [], []
     for _ in range(3):
-        stage = draft_stage(drafter, state, anchor)
+        stage = draft_stage(drafter, GREEDY, Chance(), state, anchor)
         drafted, state, anchor = drafted + stage.tokens, stage.state, stage.tokens[-1]
         logits.append(stage.logits)
     written = torch.cat([tokens[:1, :8], torch.tensor([drafted])], dim=1)

@@ -123,12 +123,12 @@ def head_for(shape, target: Target) -> TargetHead:
     return head
 
 
-def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.float64):
-    """A randomly initialised drafter of a variant, its norms shaken so that each of them matters."""
+def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.float64, shape=None):
+    """A randomly initialised drafter of a variant (or of another shape in its family), its norms shaken so that each of them matters."""
     config = settings_of(variant)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        shape = shape_of(variant, target)
+        shape = shape or shape_of(variant, target)
         drafter = config.build(shape, head_for(shape, target))
         if hasattr(drafter, "keep_tokens") and drafter.d2t is not None:
             drafter.keep_tokens(torch.arange(50, 250))

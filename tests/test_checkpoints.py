@@ -239,7 +239,7 @@ def test_a_config_that_says_it_otherwise_reads_the_same(variant, change, tiny_ta
     ("dflash-fill_in", with_keys(rope_parameters=None, rope_scaling={"type": "llama3", "factor": 8}), "no low_freq_factor"),
     ("dflash-fill_in", with_keys(partial_rotary_factor=0.5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}), "partial_rotary_factor 0.5 at the top"),
     ("dflash-fill_in", with_keys(num_key_value_heads=3), "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
-    ("dflash-fill_in", with_keys(head_dim=7), "head_dim 7 x 1.0 is odd"), ("dflash-fill_in", with_keys(block_size=1), "no token to draft"),
+    ("dflash-fill_in", with_keys(head_dim=7), "of head_dim 7 they would turn 7"), ("dflash-fill_in", with_keys(block_size=1), "no token to draft"),
     ("dflash-fill_in", within("dflash_config", mask_token_id=260), "mask_token_id 260 is not in the vocabulary"),
     ("dflash-fill_in", with_keys(num_hidden_layers=3), "num_hidden_layers 3 and 2 layer_types"),
     ("dflash-fill_in", with_keys(projector_type="mystery"), "of 0 known layouts"),

@@ -47,6 +47,10 @@ class Rope:
     scaling: tuple[tuple[str, float], ...] = ()
     """Llama 3's numbers."""
 
+    def turned(self, size: int) -> int:
+        """Dimensions of a head that frequencies are laid out over."""
+        return size if self.kind == "proportional" else int(size * self.part)
+
     def public(self) -> dict:
         """As the rope_parameters of a config.json."""
         part = {} if self.part == 1.0 else {"partial_rotary_factor": self.part}
@@ -78,7 +82,7 @@ class LayerSizes:
     def __post_init__(self):
         check(self.num_attention_heads % self.num_key_value_heads == 0,
               f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {self.num_key_value_heads}")
-        check(int(self.head_dim * self.rope.part) % 2 == 0, f"rotary positions turn pairs, but head_dim {self.head_dim} x {self.rope.part} is odd")
+        check(self.rope.turned(self.head_dim) % 2 == 0, f"rotary positions turn pairs; of head_dim {self.head_dim} they would turn {self.rope.turned(self.head_dim)}")
         check(self.window is None or self.window >= 1, f"sliding_window must be positive, got {self.window}")
 
     @property

@@ -213,7 +213,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
     ("dflash-fill_in", flat), ("dflash-fill_in", lambda c: flat(c) | {"dflash_config": None}), ("dflash-fill_in", within("dflash_config", block_size=4)),
     ("dflash-fill_in", with_keys(projector_type=None, rope_theta=None)),
     ("dflash-fill_in", without("rope_parameters", "head_dim", "layer_types", "num_target_layers")), ("dflash-fill_in", without("rope_theta", "rope_scaling")),
-    ("dflash-fill_in", with_keys(rope_parameters={"rope_theta": None, "rope_type": "default"})), ("dflash-sliding", within("dflash_config", is_causal=None)),
+    ("dflash-fill_in", with_keys(rope_parameters={"rope_theta": None, "rope_type": "default"})), ("dflash-fill_in", with_keys(rope_scaling={"type": "default"})), ("dflash-sliding", within("dflash_config", is_causal=None)),
     ("dflash-shifted", nested("dspark_config", "target_layer_ids", "block_size", "mask_token_id")), ("dflash-window", with_keys(causal=False)),
     ("dflash-gemma4", with_keys(head_dim=None, num_key_value_heads=None)), ("domino-shifted", flat),
     ("domino-fill_in", within("dflash_config", projector_type="causal_v5")),
@@ -235,7 +235,7 @@ def test_a_config_that_says_it_otherwise_reads_the_same(variant, change, tiny_ta
     ("dflash-fill_in", within("dflash_config", block_size=8), "block_size twice with different values"),
     ("dflash-fill_in", lambda c: within("dflash_config", is_causal=True)(c | {"is_causal": False}), "is_causal or causal twice"),
     ("dflash-fill_in", within("dflash_config", target_layer_ids=None), "no target_layer_ids, at the top level or nested"),
-    ("dflash-fill_in", with_keys(rope_scaling={"rope_type": "llama3"}), "rope_scaling and rope_parameters of different types"),
+    ("dflash-fill_in", with_keys(rope_scaling={"type": "llama3"}), "rope_scaling and rope_parameters of different types"),
     ("dflash-fill_in", with_keys(rope_parameters=None, rope_scaling={"type": "llama3", "factor": 8}), "no low_freq_factor"),
     ("dflash-fill_in", with_keys(partial_rotary_factor=0.5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}), "partial_rotary_factor 0.5 at the top"),
     ("dflash-fill_in", with_keys(num_key_value_heads=3), "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
@@ -383,6 +383,14 @@ def test_damaged_weights_are_named(damage, message, folder, tiny_target, capsys)
     with pytest.raises(ValueError, match=message):
         load(folder, tiny_target)
     assert "ran code" not in capsys.readouterr().out
+
+
+def test_maps_of_a_draft_vocabulary_must_agree(tiny_target, tmp_path):
+    """Stale maps would silently teach and accept other tokens."""
+    drafter = written("eagle3-reduced", tiny_target, tmp_path)
+    change_tensors(tmp_path, lambda t: t["d2t"][-1:].add_(1))
+    with pytest.raises(ValueError, match="d2t and t2d keep different tokens"):
+        load_drafter(tmp_path, settings_of("eagle3-reduced"), drafter.head)
 
 
 def test_copies_that_are_not_finite_are_refused_without_a_target_too(folder):

@@ -185,7 +185,7 @@ def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
         if tensors[name].shape != wanted[name].shape:
             faults.append(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(wanted[name].shape)}")
         elif tensors[name].is_floating_point() != wanted[name].is_floating_point() or tensors[name].itemsize < min(2, wanted[name].itemsize):
-            faults.append(f"{name} is {tensors[name].dtype}, expected {wanted[name].dtype} or a form of it without scales")
+            faults.append(f"{name} is {tensors[name].dtype}, expected plain numbers like {wanted[name].dtype}: quantised files are not supported")
         elif tensors[name].is_floating_point() and not tensors[name].isfinite().all():
             faults.append(f"{name} has NaN or infinite values")
     check(not faults, f"{where} does not fit a {type(drafter).__name__}:\n  " + "\n  ".join(sorted(faults)))

@@ -153,13 +153,14 @@ def read_rope(config: dict, kind: str = FULL) -> Rope:
     nested = nested.get(kind) or nested
     theta = in_either("rope_theta", config, nested)
     check(theta is not None, "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value")
-    kinds = {place.get("rope_type") or place.get("type") or "default" for place in (scaling, nested) if place}
+    kinds = {place.get("rope_type") or place.get("type") for place in (scaling, nested)} - {None}
     check(len(kinds) <= 1, f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; keep the one that the weights were trained with")
     named = next(iter(kinds), "default")
     check(named in ("default", "llama3", "proportional"), f"rope_type {named!r} is not supported; default, llama3 and proportional are")
     numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if named == "llama3" else ()
-    required(scaling or nested, *numbers)
-    return Rope(float(theta), named, float(in_either("partial_rotary_factor", config, nested) or 1.0), tuple((name, (scaling or nested)[name]) for name in numbers))
+    required(nested | scaling, *numbers)
+    part = in_either("partial_rotary_factor", config, nested) or 1.0
+    return Rope(float(theta), named, float(part), tuple((name, (nested | scaling)[name]) for name in numbers))
 
 
 def in_either(key: str, config: dict, nested: dict) -> float | None:

@@ -504,6 +504,16 @@ def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
     assert again.shape == shape and all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
+def test_ids_of_the_draft_vocabulary_are_those_kept_of_the_targets(drafter):
+    """Row i of the logits is the i-th kept token, for what is drafted and for what the target teaches."""
+    rows = torch.arange(drafter.shape.draft_vocab_size if hasattr(drafter.shape, "draft_vocab_size") else drafter.shape.vocab_size)
+    reduced = getattr(drafter, "t2d", None) is not None
+    kept = torch.arange(50, 250) if reduced else rows  # as make_drafter keeps them
+    assert torch.equal(drafter.token_ids(rows), kept) and torch.equal(drafter.token_ids(rows.flip(0)), kept.flip(0))
+    if reduced:
+        assert torch.equal(drafter.kept_ids(), kept) and torch.equal(drafter.t2d.nonzero()[:, 0], kept)
+
+
 def test_taps_used(drafter):
     assert list(drafter.shape.taps) in (TAPS, [])
     assert drafter.shape.reads.taps == drafter.shape.taps

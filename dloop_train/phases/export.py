@@ -11,7 +11,7 @@ from dloop_train.checkpoints.files import SECTION, check_export, layout_modules,
 from dloop_train.config import Config
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
-from dloop_train.phases.train import make_drafter
+from dloop_train.phases.train import bare_drafter
 from dloop_train.ranks import say
 from dloop_train.targets.sources import load_spec, locate
 from dloop_train.training.engine import trained_drafter
@@ -19,7 +19,7 @@ from dloop_train.training.engine import trained_drafter
 
 def run(config: Config) -> None:
     folder = artifacts.run_folder(config)
-    drafter = make_drafter(config)
+    drafter = bare_drafter(config)
     step = trained_drafter(folder / "checkpoints", drafter)
     section = dloop_section(config, drafter, step)
     out, beside = folder / "drafter", folder / "drafter.partial"

@@ -114,6 +114,10 @@ class DrafterConfig:
         """A released checkpoint's shape as these settings loop it."""
         return shape
 
+    def section(self) -> dict:
+        """What of these settings an export must keep, since no public key tells it."""
+        return {}
+
     def as_exported(self, section: dict) -> "DrafterConfig":
         """These settings as the dloop section of an export's config.json changes them: its own tokens per stage and form of own states."""
         return self

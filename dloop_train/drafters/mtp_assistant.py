@@ -1,6 +1,6 @@
 """MTP assistant: Gemma 4's chain drafter, whose queries read the target's own keys and values, frozen during a round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,12 @@ class AssistantConfig(ChainConfig):
 
     def reads(self, taps: list[int]) -> Reads:
         return Reads(shared_kv=True, last_hidden=True)
+
+    def section(self) -> dict:
+        return {"draft_position": self.draft_position}
+
+    def as_exported(self, section: dict) -> "AssistantConfig":
+        return replace(super().as_exported(section), draft_position=section.get("draft_position", self.draft_position))
 
     def shape(self, target: TargetSpec, taps: list[int]) -> AssistantShape:
         """All but the last layer attend to the target's last sliding layer, the last one to its last full one."""

@@ -243,8 +243,11 @@ def depths_of(terms: Terms) -> list[int]:
 def drafter_estimate(drafter: Drafter, config: Config, terms: Terms, spec: TargetSpec, length: float, ranks: int) -> DrafterEstimate:
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     rows = min(config.train.loss_rows, config.train.micro_batch_size * config.train.origins * drafter.k)
-    memory = state_bytes(parameters, precision=config.train.precision, stage=config.deepspeed.stage, offload=config.deepspeed.offload, ranks=ranks)
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    memory = state_bytes(trained, precision=config.train.precision, stage=config.deepspeed.stage, offload=config.deepspeed.offload, ranks=ranks)
     element = as_dtype(config.train.precision).itemsize
+    if trained < parameters:
+        memory["frozen weights"] = (parameters - trained) * element
     memory |= {"target head": 2 * spec.vocab_size * spec.hidden_size * element, "logits": rows * draft_vocabulary(drafter) * 4}
     flops = step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=terms)
     return DrafterEstimate(parameters, drafter.k, flops, memory)

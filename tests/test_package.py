@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import PAIRS, pair_of
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
@@ -35,13 +36,12 @@ def shown(file: Path) -> str:
 
 
 def choices(file: Path) -> list[str]:
-    """Overrides that bring a YAML into the composed tree; the tiny target and EAGLE-3 where it needs company."""
+    """Overrides that bring a YAML into the composed tree; the tiny target and EAGLE-3, which has a pair with every target, where it needs company."""
     group, name = file.relative_to(CONF).parts[0], file.stem
     if group == "experiment":
         return [f"+experiment={name}"]
     if group == "pair":
-        drafter = next(other.stem for other in CONF.glob("drafter/*.yaml") if name.startswith(f"{other.stem}_"))
-        return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
+        return pair_of(name)
     company = {"drafter": "eagle3", "target": "tiny_llama"} | {group: name}
     return [f"{'+' if key in ('drafter', 'target') else ''}{key}={value}" for key, value in company.items()]
 

@@ -5,7 +5,7 @@ import socket
 
 import huggingface_hub.constants
 import pytest
-from conftest import composed
+from conftest import PAIRS, composed, pair_of
 from safetensors.torch import load_file
 
 from dloop_train.checkpoints import zlab_dflash
@@ -33,11 +33,10 @@ def planned(tmp_path, *overrides: str):
     return config, plan.estimate(config)
 
 
-@pytest.mark.parametrize("choices", [("dflash", "tiny_llama"), ("eagle3", "tiny_llama"), ("dflash", "qwen3_8b"), ("eagle3", "qwen3_4b"),
-                                     ("eagle3", "llama31_8b"), ("dflash", "smollm2_135m")])
-def test_a_dry_run_prints_the_keys_and_leaves_no_trace(choices, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_dry_run_prints_the_keys_and_leaves_no_trace(pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
-    config = composed(f"root={tmp_path / 'root'}", f"+drafter={choices[0]}", f"+target={choices[1]}")
+    config = composed(f"root={tmp_path / 'root'}", *pair_of(pair))
     plan.run(config)
     printed = capsys.readouterr().out
     for name, artifact in (("generate", artifacts.responses(config)), ("cache", artifacts.features(config))):

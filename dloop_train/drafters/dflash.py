@@ -10,7 +10,6 @@ from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss
 
-
 FORMATS = {"fill_in": "zlab_dflash", "shifted": "deepspec_dflash"}
 
 

@@ -124,6 +124,13 @@ def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
     assert released.drafter == scratch.drafter
 
 
+@pytest.mark.parametrize("override, says", [("++drafter.layers=2", "set drafter.layers=3"), ("++drafter.alignment=fill_in", "alignment: it has shifted, the drafter has fill_in")])
+def test_a_backbone_that_does_not_fit_is_refused_before_anything_runs(override, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=says):
+        planned(tmp_path, "+drafter=dspark", "+target=smollm2_135m", override)
+
+
 def test_what_would_stop_the_run_is_said(tmp_path):
     config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, "++train.processes=3")
     assert any("cannot be shared by 3 ranks" in warning for warning in estimated.warnings)

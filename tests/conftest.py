@@ -91,6 +91,15 @@ def composed(*overrides: str):
         return from_hydra(OmegaConf.create(OmegaConf.to_container(tree, resolve=True)))
 
 
+PAIRS = sorted(file.stem for file in CONF.glob("pair/*.yaml"))
+
+
+def pair_of(name: str) -> list[str]:
+    """The overrides that choose a pair's YAML. One drafter's name may begin another's: the longest that fits is meant."""
+    drafter = max((file.stem for file in CONF.glob("drafter/*.yaml") if name.startswith(f"{file.stem}_")), key=len)
+    return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
+
+
 def tiny_config(**changes) -> TargetConfig:
     return build(option("target", "tiny_llama") | changes, TargetConfig, "target")
 

@@ -114,7 +114,7 @@ def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
 
 def test_missing_choice_lists_the_options(tmp_path):
     result = subprocess.run([sys.executable, "-m", "dloop_train", "+target=tiny_llama"], env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode != 0 and "choose a drafter: +drafter=<dflash|eagle3>" in result.stderr
+    assert result.returncode != 0 and "choose a drafter: +drafter=<dflash|domino|dspark|eagle3|mtp|mtp_assistant>" in result.stderr
 
 
 def test_unknown_field_lists_the_known(tmp_path):

@@ -6,7 +6,7 @@ import socket
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import composed
+from conftest import PAIRS, composed, pair_of
 from safetensors.torch import load_file
 
 from dloop_train.checkpoints import gemma4_assistant, zlab_dflash
@@ -35,11 +35,10 @@ def planned(tmp_path, *overrides: str):
     return config, plan.estimate(config)
 
 
-@pytest.mark.parametrize("choices", [("dflash", "tiny_llama"), ("eagle3", "tiny_llama"), ("dflash", "qwen3_8b"), ("eagle3", "qwen3_4b"),
-                                     ("eagle3", "llama31_8b"), ("dflash", "smollm2_135m")])
-def test_a_dry_run_prints_the_keys_and_leaves_no_trace(choices, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_dry_run_prints_the_keys_and_leaves_no_trace(pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
-    config = composed(f"root={tmp_path / 'root'}", f"+drafter={choices[0]}", f"+target={choices[1]}")
+    config = composed(f"root={tmp_path / 'root'}", *pair_of(pair))
     plan.run(config)
     printed = capsys.readouterr().out
     for name, artifact in (("generate", artifacts.responses(config)), ("cache", artifacts.features(config))):
@@ -125,6 +124,13 @@ def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
     _, scratch = planned(tmp_path, *fill_in)
     _, released = planned(tmp_path, *fill_in, f"++drafter.init={tmp_path / 'released'}")
     assert released.drafter == scratch.drafter
+
+
+@pytest.mark.parametrize("override, says", [("++drafter.layers=2", "set drafter.layers=3"), ("++drafter.alignment=fill_in", "alignment: it has shifted, the drafter has fill_in")])
+def test_a_backbone_that_does_not_fit_is_refused_before_anything_runs(override, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=says):
+        planned(tmp_path, "+drafter=dspark", "+target=smollm2_135m", override)
 
 
 def test_what_would_stop_the_run_is_said(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dloop_train.checkpoints.files import read_shape, require_fit
+from dloop_train.checkpoints.files import read_shape, require_backbone, require_fit
 from dloop_train.config import DATA, Config, TargetConfig, check
 from dloop_train.data.prompts import JsonLines, PerfectBlend
 from dloop_train.drafters.base import Drafter, linear_flops
@@ -157,9 +157,8 @@ def cached_folder(repository: str, revision: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None  # it may also say "known not to exist"
 
 
-def local_drafter(config: Config) -> Path | None:
-    """The folder that drafter.init names, if it is on this machine."""
-    init = config.drafter.init
+def local_drafter(config: Config, init: str) -> Path | None:
+    """The folder that drafter.init or drafter.backbone names, if it is on this machine."""
     if init.startswith("starter:"):
         folder = DATA / "starters" / init.removeprefix("starter:")
         return folder if (folder / "config.json").is_file() else None
@@ -171,9 +170,11 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
     """The drafter's modules without memory; None where its checkpoint is not on this machine."""
     settings = config.drafter
     if settings.init == "scratch":
-        shape = settings.shape(spec, taps)
+        shape, backbone = settings.shape(spec, taps), getattr(settings, "backbone", "")
+        if backbone and (folder := local_drafter(config, backbone)) is not None:
+            require_backbone(shape, folder)
     else:
-        folder = local_drafter(config)
+        folder = local_drafter(config, settings.init)
         if folder is None:
             return None
         shape = settings.looped(read_shape(folder)).on(spec, taps)

@@ -62,6 +62,9 @@ class DrafterEstimate:
     parameters: int
     k: int
     step_flops: float
+    """Of a loop-aware step."""
+    base_step_flops: float
+    """Of a step of the base recipe, where such steps come first."""
     memory: dict[str, float]
     """Bytes per rank, by what they hold."""
 
@@ -84,6 +87,8 @@ class Estimate:
     cache_flops: float | None
     ranks: int
     steps: int | None
+    base_steps: int
+    """Of these, the first ones follow the base recipe."""
     stages: float
     """Backbone stages of a branch, on average."""
     logit_passes: float
@@ -123,7 +128,8 @@ def estimate(config: Config) -> Estimate:
         free_bytes=shutil.disk_usage(existing_parent(config.root)).free,
         generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens if counted else None,
         cache_flops=backbone * counted.stored_tokens if counted else None, ranks=ranks,
-        steps=Plan((0,) * counted.samples, config.train).steps if counted else None, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
+        steps=Plan((0,) * counted.samples, config.train).steps if counted else None,
+        base_steps=Plan((0,) * counted.samples, config.train).base_steps if counted else 0, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
         drafter=drafter_estimate(drafter, config, terms, spec, mean_length, ranks) if drafter and counted else None,
         rates={dtype: measure_rate(dtype) for dtype in sorted({config.target.dtype, config.train.precision})},
         warnings=warnings_of(config, drafter, spec, taps, ranks))
@@ -250,8 +256,9 @@ def drafter_estimate(drafter: Drafter, config: Config, terms: Terms, spec: Targe
     if trained < parameters:
         memory["frozen weights"] = (parameters - trained) * element
     memory |= {"target head": 2 * spec.vocab_size * spec.hidden_size * element, "logits": rows * draft_vocabulary(drafter) * 4}
-    flops = step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=terms)
-    return DrafterEstimate(parameters, drafter.k, flops, memory)
+    flops, base = (step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=recipe)
+                   for recipe in (terms, Terms(0)))
+    return DrafterEstimate(parameters, drafter.k, flops, base, memory)
 
 
 def draft_vocabulary(drafter: Drafter) -> int:
@@ -412,7 +419,8 @@ def data_rows(estimated: Estimate) -> list[list[str]]:
 
 def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     drafter, train = estimated.drafter, config.train
-    rows = [["steps", "unknown" if estimated.steps is None else f"{estimated.steps:,} of {train.batch_size} sequences"],
+    rows = [["steps", "unknown" if estimated.steps is None else f"{estimated.steps:,} of {train.batch_size} sequences"
+             + (f", the first {estimated.base_steps:,} by the base recipe" if estimated.base_steps else "")],
             ["a branch, on average", f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes (train.depth_exposure={train.depth_exposure})"],
             ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"]]
     if drafter is None:
@@ -431,7 +439,7 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     bound = "" if measured else "at most "
     states = {line.name: line.state for line in estimated.phases}
     work = [("generate", estimated.generate_flops, one), ("cache", estimated.cache_flops, one),
-            ("one training step", drafter and drafter.step_flops, train), ("train", drafter and drafter.step_flops * steps, train)]
+            ("one training step", drafter and drafter.step_flops, train), ("train", drafter and drafter.step_flops * (steps - estimated.base_steps) + drafter.base_step_flops * estimated.base_steps, train)]
     rows = [[name, "unknown", ""] if flops is None else
             [name, f"{bound}{flops:.2e} FLOPs", "done" if states.get(name) == "complete" else f"{'' if measured else 'up to '}about {duration(flops / (rate * UTILISATION))}"]
             for name, flops, rate in work]

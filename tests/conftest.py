@@ -39,9 +39,9 @@ def exact(monkeypatch):
 
 
 def gemma4_layers(shape):
-    """The same drafter with Gemma 4's layers: sandwich norms, k = v, a head in which a quarter turns."""
+    """The same drafter with Gemma 4's layers: sandwich norms, k = v, a head in which a quarter turns, a target with scaled embeddings and bounded logits."""
     gemma4 = dict(architecture="gemma4", head_dim=16, num_key_value_heads=1, keys_are_values=True, rope=Rope(10000.0, "proportional", 0.25))
-    return replace(shape, layers=tuple(replace(layer, **gemma4) for layer in shape.layers), head_scales=(shape.hidden_size**0.5, 30.0))
+    return replace(shape, layers=tuple(replace(layer, **gemma4) for layer in shape.layers), head_scales=(torch.tensor(shape.hidden_size**0.5).item(), 3.0))
 
 
 def first_layer_slides(shape, causal=True):
@@ -145,12 +145,20 @@ def shape_of(variant: str, target: Target):
     return shape
 
 
-def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.float64):
-    """A randomly initialised drafter of a variant, its norms shaken so that each of them matters."""
+def head_for(shape, target: Target) -> TargetHead:
+    """The target's head, with the scales that a Gemma 4 shape wants of it."""
+    head = TargetHead.of(target)
+    head.embed_scale, head.softcap = shape.head_scales or (head.embed_scale, head.softcap)
+    return head
+
+
+def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.float64, shape=None):
+    """A randomly initialised drafter of a variant (or of another shape in its family), its norms shaken so that each of them matters."""
     config = settings_of(variant)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        drafter = config.build(shape_of(variant, target), TargetHead.of(target))
+        shape = shape or shape_of(variant, target)
+        drafter = config.build(shape, head_for(shape, target))
         if hasattr(drafter, "keep_tokens") and drafter.d2t is not None:
             drafter.keep_tokens(torch.arange(50, 250))
         for name, parameter in drafter.named_parameters():

@@ -1,13 +1,17 @@
 """Laws of every drafter: unrolled training is stage-by-stage decoding, nothing leaks, branches are independent, files round-trip."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from conftest import TAPS, VARIANTS, make_drafter, settings_of
+from conftest import TAPS, VARIANTS, make_drafter, settings_of, shape_of
 
 from dloop_train.checkpoints.files import load_drafter, save_drafter
 from dloop_train.config import CONF
 from dloop_train.decoding.loop import draft_stage
+from dloop_train.decoding.rules import GREEDY, Chance
 from dloop_train.drafters.base import take
+from dloop_train.drafters.sizes import Rope
 from dloop_train.types import Context
 
 EXACT = dict(rtol=0, atol=1e-10)
@@ -132,7 +136,7 @@ def test_decoded_stage_equals_unrolled(drafter, text):
     tokens, features, _ = text
     state, anchor, drafted, logits = drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])), int(tokens[0, 7]), [], []
     for _ in range(3):
-        stage = draft_stage(drafter, state, anchor)
+        stage = draft_stage(drafter, GREEDY, Chance(), state, anchor)
         drafted, state, anchor = drafted + stage.tokens, stage.state, stage.tokens[-1]
         logits.append(stage.logits)
     written = torch.cat([tokens[:1, :8], torch.tensor([drafted])], dim=1)
@@ -215,10 +219,20 @@ def rotated(heads, positions, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin, heads[..., turned:]], dim=-1)
 
 
+def embedded_by_hand(drafter, ids):
+    """The target's embeddings, scaled as it scales them."""
+    scale, _ = drafter.shape.head_scales or (1.0, None)
+    return drafter.head.embed_weight[ids] * scale
+
+
+def projected(w, name, rows):
+    return rows @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+
 def keys_and_values(w, prefix, sizes, rows, positions):
     """[K, G, E] twice, as each architecture makes them."""
     def heads(name):
-        return (rows @ w[f"{prefix}.{name}_proj.weight"].T).view(len(rows), sizes.num_key_value_heads, sizes.head_dim)
+        return projected(w, f"{prefix}.{name}_proj", rows).view(len(rows), sizes.num_key_value_heads, sizes.head_dim)
     k = heads("k")
     v = k if sizes.keys_are_values else heads("v")
     if sizes.architecture == "gemma4":
@@ -230,7 +244,7 @@ def keys_and_values(w, prefix, sizes, rows, positions):
 
 def mix(w, prefix, sizes, query_rows, query_positions, k, v, seen):
     """Plain softmax attention, query by query and head by head; seen [Q, K] says which keys a query may look at."""
-    q = (query_rows @ w[f"{prefix}.q_proj.weight"].T).view(len(query_rows), sizes.num_attention_heads, -1)
+    q = projected(w, f"{prefix}.q_proj", query_rows).view(len(query_rows), sizes.num_attention_heads, -1)
     q, gate = (q[..., :sizes.head_dim], torch.sigmoid(q[..., sizes.head_dim:])) if sizes.architecture == "qwen3_5" else (q, 1.0)
     if sizes.architecture != "llama":
         q = rms(q, sizes.rms_norm_eps, gain(w, f"{prefix}.q_norm", sizes))
@@ -242,7 +256,7 @@ def mix(w, prefix, sizes, query_rows, query_positions, k, v, seen):
         for h in range(sizes.num_attention_heads):
             keys = k[seen[query], h // group]
             out[query, h] = torch.softmax(keys @ q[query, h] * scale, -1) @ v[seen[query], h // group]
-    return (out * gate).flatten(1) @ w[f"{prefix}.o_proj.weight"].T
+    return projected(w, f"{prefix}.o_proj", (out * gate).flatten(1))
 
 
 def finished(w, layer, sizes, rows, mixed):
@@ -281,7 +295,7 @@ def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, nor
     for number in range(count):
         anchor = origin + number * drafter.k
         ids = torch.tensor([int(tokens[anchor])] + [shape.mask_token_id] * (shape.width - 1))
-        rows, at = drafter.head.embed(ids), anchor + torch.arange(shape.width)
+        rows, at = embedded_by_hand(drafter, ids), anchor + torch.arange(shape.width)
         for index, sizes in enumerate(shape.layers):
             layer = f"layers.{index}"
             normed = rms(rows, sizes.rms_norm_eps, gain(w, f"{layer}.input_layernorm", sizes))
@@ -298,7 +312,7 @@ def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, nor
 def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=False, use_feature=False, shift=0):
     """k passes a stage from one origin, every row recomputed from its inputs (EAGLE-3 and Qwen3.5's MTP)."""
     w, sizes, layer = drafter.state_dict(), drafter.shape.layers[0], "layers.0"
-    embedded = drafter.head.embed(tokens)
+    embedded = embedded_by_hand(drafter, tokens)
 
     def normed(name, row):
         return rms(row, sizes.rms_norm_eps, gain(w, name, sizes))
@@ -321,8 +335,8 @@ def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=F
         row = origin - 1 + step
         inputs += [pair(embedded[p + 1], hidden[p]) for p in range(len(inputs), row + 1)]
         keys = keys_and_values(w, f"{layer}.self_attn", sizes, torch.stack([entering for _, entering in inputs]), torch.arange(row + 1))
-        everything = torch.ones(1, row + 1, dtype=torch.bool)
-        mixed = mix(w, f"{layer}.self_attn", sizes, inputs[row][1][None], torch.tensor([row + shift]), *keys, everything)
+        seen = in_sight(sizes, torch.tensor([row]), torch.arange(row + 1))
+        mixed = mix(w, f"{layer}.self_attn", sizes, inputs[row][1][None], torch.tensor([row + shift]), *keys, seen)
         out.append(finished(w, layer, sizes, inputs[row][0][None], mixed)[0])
         hidden.append(fused[row + 1] if use_feature else feed(out[-1]))
     return [torch.stack(out[s * drafter.k:(s + 1) * drafter.k]) for s in range(count)]
@@ -331,7 +345,7 @@ def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=F
 def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_norm=False, use_feature=False, shift=0):
     """k passes a stage over the target's own keys and values, which stand still, and so does the position."""
     w, shape = drafter.state_dict(), drafter.shape
-    embedded, width = drafter.head.embed(tokens), shape.target_hidden_size
+    embedded, width = embedded_by_hand(drafter, tokens), shape.target_hidden_size
     (groups, size, _), _ = shape.shared_kv
     lent = [part.view(-1, groups, size)[:origin] for part in features[:, :-width].chunk(4, dim=-1)]
     fed, at, out = features[origin - 1, -width:], torch.tensor([(origin - 1 if drafter.position == "last_kv" else origin) + shift]), []
@@ -372,6 +386,120 @@ def test_a_wrong_equation_is_told_apart(drafter, text, mutation):
     plain = plain_stages(drafter, tokens[0], features[0], 6, 3, **mutation)
     for a, b in list(zip(ours, plain, strict=True))[1:]:
         assert (a[0, 0] - b).abs().max() > 1e-3
+
+
+def gru(w, memory, row):
+    """One step of torch's GRU: reset, update, new."""
+    (reset, update, new), (past_reset, past_update, past_new) = (w["prefix_gru.weight_ih_l0"] @ row).chunk(3), (w["prefix_gru.weight_hh_l0"] @ memory).chunk(3)
+    kept = torch.sigmoid(update + past_update)
+    return kept * memory + (1 - kept) * torch.tanh(new + torch.sigmoid(reset + past_reset) * past_new)
+
+
+def plain_correction(drafter, normed, anchor, said):
+    """What a token head adds to the logits of slots [k, D], slot by slot; the token before slot 0 is the anchor."""
+    w, shape, out = drafter.state_dict(), drafter.shape, []
+    memory = torch.zeros(getattr(shape, "gru_hidden_dim", None) or shape.markov_rank, dtype=normed.dtype)
+    for slot, (row, token) in enumerate(zip(normed, [anchor, *said], strict=False)):
+        if hasattr(shape, "gru_hidden_dim"):
+            memory = gru(w, memory, embedded_by_hand(drafter, torch.tensor(token)))
+            inner = w["embed_proj.0.weight"] @ torch.cat([row, memory])
+            out.append(w["embed_proj.2.weight"] @ (inner * torch.sigmoid(inner)) * (slot >= shape.pure_draft_prefix_len))
+            continue
+        code = embedded = w["markov_head.markov_w1.weight"][token]
+        if shape.markov_head_type == "gated":
+            code = embedded * torch.sigmoid(w["markov_head.gate_proj.weight"] @ torch.cat([row, embedded]) + w["markov_head.gate_proj.bias"])
+        if shape.markov_head_type == "rnn":
+            joint = w["markov_head.joint_proj.weight"] @ torch.cat([memory, embedded, row]) + w["markov_head.joint_proj.bias"]
+            gate, candidate, said_now = joint.chunk(3)
+            memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
+            code = torch.tanh(said_now)
+        out.append(w["markov_head.markov_w2.weight"] @ code)
+    return torch.stack(out)
+
+
+def plain_head(drafter, rows, anchor, said):
+    """Logits [k, V] and confidence [k] of a stage's final states [W, D] that says these tokens."""
+    w, shape, first = drafter.state_dict(), drafter.shape, drafter.shape.layers[0]
+    if hasattr(shape, "alignment"):
+        rows = rows[1:1 + drafter.k] if shape.alignment == "fill_in" else rows[:drafter.k]
+    normed = rms(rows, first.rms_norm_eps, gain(w, "norm", first))
+    logits = normed @ w.get("lm_head.weight", w.get("embed_tokens.weight", drafter.head.lm_head_weight)).T
+    _, cap = shape.head_scales or (1.0, None)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    if hasattr(drafter, "codes"):
+        logits = logits + plain_correction(drafter, normed, anchor, said)  # behind the softcap
+    if "confidence_head.proj.weight" not in w:
+        return logits, None
+    inputs = torch.cat([normed, w["markov_head.markov_w1.weight"][[anchor, *said[:-1]]]], dim=-1) if shape.confidence_with_markov else normed
+    return logits, (inputs @ w["confidence_head.proj.weight"].T + w["confidence_head.proj.bias"])[:, 0]
+
+
+def assert_heads_equal(drafter, tokens, features, origin):
+    stage = whole_stages_of(drafter, tokens[:1], features[:1], torch.tensor([[origin]]), 1)[0]
+    said = torch.randint(60, 240, (1, 1, drafter.k), generator=torch.Generator().manual_seed(4))
+    logits, confidence = plain_head(drafter, stage.hidden[0, 0], int(tokens[0, origin]), said[0, 0].tolist())
+    torch.testing.assert_close(drafter.rescore(stage, tokens[:1, origin:origin + 1], said)[0, 0], logits, rtol=0, atol=1e-6)
+    trust = drafter.confidence(stage, tokens[:1, origin:origin + 1], said)
+    assert (trust is None) == (confidence is None)
+    if trust is not None:
+        torch.testing.assert_close(trust[0, 0], confidence, rtol=0, atol=1e-6)
+
+
+def test_logits_equal_a_plain_recomputation(drafter, text):
+    """Final norm, lm_head, softcap, what a token head adds, and the confidence, written out slot by slot."""
+    tokens, features, _ = text
+    assert_heads_equal(drafter, tokens, features, 6)
+
+
+def heads(count, groups, size, layers=None, **more):
+    """Attention of other sizes, in the first `layers` layers."""
+    changed = dict(num_attention_heads=count, num_key_value_heads=groups, head_dim=size) | more
+    return lambda shape: replace(shape, layers=tuple(replace(layer, **changed) for layer in shape.layers[:layers]))
+
+
+def sliding(window, causal, **more):
+    return lambda shape: replace(shape, layers=tuple(replace(layer, window=window, causal=causal, **more) for layer in shape.layers))
+
+
+def mixed_gemma4(shape):
+    """A sliding layer in front of a full one, each with heads and rotary positions of its own."""
+    slides = replace(shape.layers[0], window=3, causal=True, keys_are_values=False, head_dim=8, num_key_value_heads=2, rope=Rope(500.0))
+    return replace(shape, layers=(slides, *shape.layers[1:]))
+
+
+@pytest.mark.parametrize("variant, change", [
+    ("dflash-fill_in", heads(3, 1, 6)), ("dflash-shifted", heads(5, 5, 10, layers=1)), ("dflash-shifted", heads(6, 2, 4, attention_bias=True)),
+    ("dflash-fill_in", sliding(2, True)), ("dflash-fill_in", sliding(2, False)), ("dflash-shifted", sliding(1, True)), ("dflash-shifted", sliding(100, True)),
+    ("dflash-fill_in", lambda shape: replace(shape, layers=tuple(replace(layer, causal=True) for layer in shape.layers))),
+    ("dflash-gemma4", heads(3, 3, 12, keys_are_values=False)),
+    ("dspark-gemma4", mixed_gemma4), ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=0)),
+    ("domino-fill_in", lambda shape: replace(shape, pure_draft_prefix_len=2)),
+    ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=9)),
+    ("domino-fill_in", lambda shape: replace(shape, num_draft_tokens=2, emb_dim=5, gru_hidden_dim=3)),
+    ("dspark-rnn", lambda shape: replace(shape, markov_rank=5)), ("dspark-gated", lambda shape: replace(shape, markov_rank=1)),
+    ("dspark-rnn", lambda shape: replace(shape, alignment="fill_in")),
+    ("eagle3-deepspec", heads(5, 1, 6)), ("eagle3-deepspec", sliding(3, True)), ("eagle3-gemma4", heads(2, 2, 24, keys_are_values=False)),
+    ("mtp", heads(3, 1, 16, rope=Rope(1e7, part=0.25))),
+    ("mtp_assistant", sliding(2, True)), ("mtp_assistant-bonus", lambda shape: replace(shape, layers=shape.layers[1:2])),
+])
+def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
+    """Heads that do not divide D, one key head, windows smaller than a block and larger than the text, other prefixes and ranks."""
+    shape, generator = change(shape_of(variant, tiny_target)), torch.Generator().manual_seed(1)
+    drafter = make_drafter(variant, tiny_target, shape=shape)
+    tokens = torch.randint(60, 240, (1, 25), generator=generator)
+    features = tiny_target.read(tokens[:, :-1], reads=shape.reads).features.clone()
+    ours = stages_of(drafter, tokens, features, torch.tensor([[6]]), 3)
+    for a, b in zip(ours, plain_stages(drafter, tokens[0], features[0], 6, 3), strict=True):
+        torch.testing.assert_close(a[0, 0], b, rtol=0, atol=1e-6)
+    together = stages_of(drafter, tokens, features, torch.tensor([[9, 6]]), 3)  # without decoding's short cut for one branch
+    for a, b in zip(ours, together, strict=True):
+        torch.testing.assert_close(a[0, 0], b[0, 1], **EXACT)
+    assert_heads_equal(drafter, tokens, features, 6)
+    save_drafter(drafter, tmp_path, section={"state": shape.state, "slot": shape.slot}, target=None, dtype=torch.float64)
+    settings = settings_of(variant)
+    settings = replace(settings, alignment=shape.alignment) if hasattr(shape, "alignment") else settings
+    again = load_drafter(tmp_path, settings, drafter.head, dtype=torch.float64)
+    assert again.shape == shape and all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
 def test_taps_used(drafter):

@@ -1,6 +1,15 @@
-"""DeepSpec's DFlash: a DSpark class without heads (markov_rank 0), shifted alignment, frozen copies of embedding and lm_head."""
+"""DeepSpec's DFlash: a DSpark class without heads (markov_rank 0), shifted unless it says otherwise, frozen copies of embedding and lm_head."""
 
-from dloop_train.checkpoints.parts import block_fields, causal_key, deepspec_architecture, deepspec_name, same_names, shared_keys
+from dloop_train.checkpoints.parts import (
+    anchor_slot,
+    block_fields,
+    causal_key,
+    deepspec_architecture,
+    deepspec_name,
+    deepspec_sections,
+    same_names,
+    shared_keys,
+)
 from dloop_train.drafters.block import BlockShape
 
 WHAT = "Qwen3DSparkModel or Gemma4DSparkModel with markov_rank 0 and no confidence head"
@@ -9,17 +18,18 @@ COPIES = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}
 
 
 def matches(config: dict) -> bool:
-    return deepspec_architecture(config, "DSparkModel") is not None and not config.get("markov_rank") and not config.get("enable_confidence_head")
+    heads = any(place.get("markov_rank") or place.get("enable_confidence_head") for place in deepspec_sections(config))
+    return deepspec_architecture(config, "DSparkModel") is not None and not heads
 
 
 def read_shape(config: dict) -> BlockShape:
-    architecture = deepspec_architecture(config, "DSparkModel")
-    return BlockShape(**block_fields("deepspec_dflash", config, {}, architecture=architecture, alignment="shifted"), num_anchors=config.get("num_anchors", 512))
+    places, architecture = deepspec_sections(config), deepspec_architecture(config, "DSparkModel")
+    return BlockShape(**block_fields("deepspec_dflash", places, architecture=architecture, alignment=anchor_slot(places)), num_anchors=config.get("num_anchors", 512))
 
 
 def write_config(shape: BlockShape) -> dict:
     return {"architectures": [deepspec_name(shape, "DSparkModel")], "block_size": shape.width, "target_layer_ids": list(shape.taps),
-            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": True, "markov_rank": 0,
+            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": shape.alignment == "shifted", "markov_rank": 0,
             "enable_confidence_head": False, **causal_key(shape), **shared_keys(shape)}
 
 

@@ -1,6 +1,16 @@
 """DeepSpec's DSpark: a Markov head and a confidence head beside the backbone, frozen copies of embedding and lm_head."""
 
-from dloop_train.checkpoints.parts import block_fields, causal_key, deepspec_architecture, deepspec_name, one_of, same_names, shared_keys
+from dloop_train.checkpoints.parts import (
+    anchor_slot,
+    block_fields,
+    causal_key,
+    deepspec_architecture,
+    deepspec_name,
+    deepspec_sections,
+    one_of,
+    same_names,
+    shared_keys,
+)
 from dloop_train.drafters.dspark import DSparkShape
 
 WHAT = "Qwen3DSparkModel or Gemma4DSparkModel with markov_rank above 0"
@@ -8,19 +18,13 @@ FAMILY = "dspark"
 COPIES = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}
 
 
-def sections(config: dict) -> tuple[dict, dict]:
-    """SGLang's files may keep some keys nested."""
-    return config.get("dspark_config") or config.get("dflash_config") or {}, config
-
-
 def matches(config: dict) -> bool:
-    return deepspec_architecture(config, "DSparkModel") is not None and any(place.get("markov_rank") for place in sections(config))
+    return deepspec_architecture(config, "DSparkModel") is not None and any(place.get("markov_rank") for place in deepspec_sections(config))
 
 
 def read_shape(config: dict) -> DSparkShape:
-    places, architecture = sections(config), deepspec_architecture(config, "DSparkModel")
-    alignment = "shifted" if one_of("sample_from_anchor", *places, default=True) else "fill_in"
-    return DSparkShape(**block_fields("deepspec_dspark", config, places[0], architecture=architecture, alignment=alignment),
+    places, architecture = deepspec_sections(config), deepspec_architecture(config, "DSparkModel")
+    return DSparkShape(**block_fields("deepspec_dspark", places, architecture=architecture, alignment=anchor_slot(places)),
                        num_anchors=config.get("num_anchors", 512), markov_rank=one_of("markov_rank", *places),
                        markov_head_type=one_of("markov_head_type", *places, default="vanilla"),
                        confidence=one_of("enable_confidence_head", *places, default=False),

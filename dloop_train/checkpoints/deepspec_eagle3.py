@@ -3,7 +3,7 @@
 from dloop_train.checkpoints.parts import deepspec_architecture, deepspec_name, head_scales, layer_kinds, same_names, shared_keys
 from dloop_train.config import check
 from dloop_train.drafters.eagle3 import Eagle3Shape
-from dloop_train.drafters.sizes import read_layers
+from dloop_train.drafters.sizes import read_layers, required
 
 WHAT = "Qwen3Eagle3Model or Gemma4Eagle3Model"
 FAMILY = "eagle3"
@@ -15,7 +15,8 @@ def matches(config: dict) -> bool:
 
 
 def read_shape(config: dict) -> Eagle3Shape:
-    layers = config.get("draft_num_hidden_layers", config.get("num_hidden_layers", 1))
+    required(config, "target_layer_ids", "vocab_size", "hidden_size")
+    layers = config.get("draft_num_hidden_layers") or config.get("num_hidden_layers", 1)
     check(layers == 1, f"EAGLE-3 drafters have one layer, config.json says {layers}")
     architecture = deepspec_architecture(config, "Eagle3Model")
     return Eagle3Shape(format="deepspec_eagle3", layers=read_layers(config, architecture, layer_kinds(config | {"num_hidden_layers": 1})),

@@ -3,7 +3,9 @@
 import hashlib
 import importlib
 import json
+import pickle
 import pkgutil
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import dloop_train.checkpoints as layouts
+from dloop_train.checkpoints.parts import renamed
 from dloop_train.config import DATA, check
 from dloop_train.drafters.base import Drafter, DrafterConfig, DrafterShape
 from dloop_train.ranks import say
@@ -43,7 +46,16 @@ def layout_of(config: dict, where: Path | str) -> ModuleType:
 def read_config(folder: Path) -> dict:
     path = folder / "config.json"
     check(path.is_file(), f"{folder} has no config.json; a drafter's folder with config.json and safetensors was expected")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as JSON: {error}; it may be truncated, fetch it again") from error
+    check(isinstance(value, dict), f"{path} holds a {type(value).__name__}, an object of keys and values was expected")
+    return value
 
 
 def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -51,25 +63,26 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
 
     Files without such a tensor are not opened where there is an index, and other tensors are not read.
     """
-    shards, pickled = shards_of(folder, prefix), folder / "pytorch_model.bin"
-    if shards is not None:
-        return {name: tensor for file in shards for name, tensor in load_safely(file, prefix).items()}
-    check(pickled.is_file(), f"{folder} has no model.safetensors, index or pytorch_model.bin")
-    return {name: tensor for name, tensor in torch.load(pickled, map_location="cpu", weights_only=True).items() if name.startswith(prefix)}
+    return {name: tensor for file in weight_files(folder, prefix) for name, tensor in load_safely(file, prefix).items()}
 
 
-def shards_of(folder: Path, prefix: str = "") -> list[Path] | None:
-    """The safetensors files that hold tensors of this prefix; None where there are no safetensors."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+def weight_files(folder: Path, prefix: str = "") -> list[Path]:
+    """The files that hold tensors of this prefix."""
+    index, single, pickled = folder / "model.safetensors.index.json", folder / "model.safetensors", folder / "pytorch_model.bin"
     if not index.is_file():
-        return [single] if single.is_file() else None
-    files = sorted({file for name, file in json.loads(index.read_text())["weight_map"].items() if name.startswith(prefix)})
+        check(single.is_file() or pickled.is_file(), f"{folder} has no model.safetensors, index or pytorch_model.bin")
+        return [single if single.is_file() else pickled]
+    places = read_json(index).get("weight_map")
+    check(isinstance(places, dict), f"{index} has no weight_map; fetch it again")
+    files = sorted({file for name, file in places.items() if name.startswith(prefix)})
     missing = [name for name in files if not (folder / name).is_file()]
     check(not missing, f"{index} names {missing}, which are not there; the download is incomplete")
     return [folder / name for name in files]
 
 
 def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    if path.suffix == ".bin":
+        return {name: tensor for name, tensor in load_pickled(path).items() if name.startswith(prefix)}
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
@@ -77,11 +90,22 @@ def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
         raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again") from error
 
 
+def load_pickled(path: Path) -> dict[str, Tensor]:
+    """Plain tensors alone: code in a pickle is never run."""
+    check(zipfile.is_zipfile(path), f"{path} ({path.stat().st_size} bytes) is no file of torch.save; it may be truncated, fetch it again")
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read as plain tensors: it holds code, which is not run, or is damaged; fetch it again, or take safetensors") from error
+    check(isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values()),
+          f"{path} holds more than named tensors; save its state dict alone, as safetensors")
+    return tensors
+
+
 def weights_digest(folder: Path) -> str:
     """A hash of a checkpoint's config and weights."""
     digest, config = hashlib.sha256(), read_config(folder)
-    weights = shards_of(folder, getattr(layout_of(config, folder), "PREFIX", ""))
-    for path in [folder / "config.json", *([folder / "pytorch_model.bin"] if weights is None else weights)]:
+    for path in [folder / "config.json", *weight_files(folder, getattr(layout_of(config, folder), "PREFIX", ""))]:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -97,19 +121,27 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
     """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it."""
     config = read_config(folder)
     layout = layout_of(config, folder)
-    check(layout.FAMILY == settings.family, f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), the run wants {settings.family}; "
-          f"choose +drafter={layout.FAMILY} or another init")
+    require_family(layout, settings, folder)
     shape = layout.read_shape(config)
     require_alignment(shape, settings, folder)
     shape = looped_as(shape, settings, config, folder)
     if not shape.taps and taps:
         shape = replace(shape, taps=tuple(taps))
-    tensors = {name.removeprefix("_orig_mod.").removeprefix("model."): tensor for name, tensor in read_tensors(folder, getattr(layout, "PREFIX", "")).items()}
-    own = layout.from_public(tensors)
+    own = own_tensors(folder, layout)
     copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
     drafter = settings.build(shape, merge_heads(copies, head, shape.head_scales, folder, dtype))
     fill(drafter, own, folder)
     return drafter.to(dtype)
+
+
+def require_family(layout: ModuleType, settings: DrafterConfig, folder: Path) -> None:
+    check(layout.FAMILY == settings.family, f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), the run wants {settings.family}; "
+          f"choose +drafter={layout.FAMILY} or another init")
+
+
+def own_tensors(folder: Path, layout: ModuleType) -> dict[str, Tensor]:
+    """A folder's tensors under the names of our modules."""
+    return layout.from_public(renamed(read_tensors(folder, getattr(layout, "PREFIX", "")), lambda name: name.removeprefix("_orig_mod.").removeprefix("model.")))
 
 
 def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path) -> None:
@@ -119,7 +151,7 @@ def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path
 
 def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
     """A released checkpoint is looped as the settings say; one that was trained loop-aware only as it was trained."""
-    looped, section = settings.looped(shape), config.get(SECTION, {})
+    looped, section = settings.looped(shape), config.get(SECTION) or {}
     for name in ("state", "slot") if section.get("trained_depth_exposure") else ():
         found, wanted = section.get(name), getattr(looped, name)
         check(found in (None, wanted), f"{folder} was trained with {name}={found}, drafter.{name} says {wanted}")
@@ -128,11 +160,16 @@ def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder
 
 def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tuple[float, float | None] | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:
     """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given."""
+    faulty = [role for role, copy in copies.items() if not copy.isfinite().all()]
+    check(not faulty, f"{folder}: its copies of the target's {faulty} have NaN or infinite values; fetch it again")
     if head is None:
         if "embed" not in copies:
             return None
         scale, softcap = scales or (1.0, None)
         return TargetHead(copies["embed"].to(dtype), copies.get("lm_head", copies["embed"]).to(dtype), embed_scale=scale, softcap=softcap)
+    theirs = (head.embed_scale, head.softcap)
+    check(scales in (None, theirs),
+          f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target")
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
         check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
@@ -147,6 +184,8 @@ def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
     for name in sorted(tensors.keys() & wanted.keys()):
         if tensors[name].shape != wanted[name].shape:
             faults.append(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(wanted[name].shape)}")
+        elif tensors[name].is_floating_point() != wanted[name].is_floating_point() or tensors[name].itemsize < min(2, wanted[name].itemsize):
+            faults.append(f"{name} is {tensors[name].dtype}, expected {wanted[name].dtype} or a form of it without scales")
         elif tensors[name].is_floating_point() and not tensors[name].isfinite().all():
             faults.append(f"{name} has NaN or infinite values")
     check(not faults, f"{where} does not fit a {type(drafter).__name__}:\n  " + "\n  ".join(sorted(faults)))
@@ -194,6 +233,7 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
     if settings.init == "scratch":
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
+    require_family(layout_of(read_config(folder), folder), settings, folder)
     shape = read_shape(folder).on(target, taps)
     require_fit(shape, target, taps, folder)
     looped = settings.looped(shape)
@@ -205,10 +245,10 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
 def fill_backbone(drafter: Drafter, folder: Path) -> None:
     """Start a block drafter's layers, fc and norms from those of another, whatever heads either has."""
     require_backbone(drafter.shape, folder)
-    tensors = layout_of(read_config(folder), folder).from_public(read_tensors(folder))
+    tensors = own_tensors(folder, layout_of(read_config(folder), folder))
     backbone = {name for name in drafter.state_dict() if name.split(".")[0] in ("layers", "norm", "fc", "hidden_norm")}
-    check(backbone <= tensors.keys(), f"{folder} lacks {sorted(backbone - tensors.keys())}")
-    drafter.load_state_dict({name: tensors[name] for name in backbone}, strict=False)
+    heads = {name: tensor for name, tensor in drafter.state_dict().items() if name not in backbone}
+    fill(drafter, heads | {name: tensor for name, tensor in tensors.items() if name in backbone}, folder)
 
 
 def require_backbone(shape: DrafterShape, folder: Path) -> None:

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import layer_kinds
+from dloop_train.checkpoints.parts import layer_kinds, one_of
 from dloop_train.config import check
 from dloop_train.drafters.mtp_assistant import AssistantShape
-from dloop_train.drafters.sizes import common_sizes, read_layers
+from dloop_train.drafters.sizes import common_sizes, read_layers, required
 
 WHAT = "Gemma4UnifiedAssistantForCausalLM or Gemma4AssistantForCausalLM"
 FAMILY = "mtp_assistant"
@@ -20,11 +20,13 @@ def matches(config: dict) -> bool:
 
 
 def read_shape(config: dict) -> AssistantShape:
+    required(config, "text_config")
     text = config["text_config"]
-    check(not config.get("use_ordered_embeddings"), "config.json says use_ordered_embeddings: true (centroid heads, the E2B and E4B assistants), which is not supported")
+    required(text, "vocab_size")
+    check(not any(place.get("use_ordered_embeddings") for place in (config, text)), "config.json says use_ordered_embeddings: true (centroid heads, the E2B and E4B assistants), which is not supported")
     check(text.get("final_logit_softcapping") is None, "config.json says final_logit_softcapping for the assistant itself, which is not supported")
     return AssistantShape(format="gemma4_assistant", layers=read_layers(text, "gemma4", layer_kinds(text)), taps=(), num_target_layers=None,
-                          vocab_size=text["vocab_size"], target_hidden_size=config["backbone_hidden_size"], draft_vocab_size=text["vocab_size"], state="post_norm")
+                          vocab_size=text["vocab_size"], target_hidden_size=one_of("backbone_hidden_size", config, text), draft_vocab_size=text["vocab_size"], state="post_norm")
 
 
 def write_config(shape: AssistantShape) -> dict:

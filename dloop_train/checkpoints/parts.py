@@ -1,42 +1,60 @@
 """What the public layouts have in common: keys that stand at one of two levels, the fields of block drafters, the keys of layers."""
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.base import DrafterShape
-from dloop_train.drafters.sizes import FULL, public_sizes, read_layers
+from dloop_train.drafters.sizes import FULL, public_sizes, read_layers, required
 
 
 def one_of(key: str, *places: dict, default=None):
     """The value of a key that stands at the top level or in a nested section; contradicting values are an error."""
-    found = [place[key] for place in places if place.get(key) is not None] or ([] if default is None else [default])
-    check(bool(found), f"config.json has no {key}, at the top level or nested")
-    check(all(value == found[0] for value in found), f"config.json has {key} twice with different values: {found}")
-    return found[0]
+    value = said(places, key)
+    check(value is not None or default is not None, f"config.json has no {key}, at the top level or nested")
+    return default if value is None else value
+
+
+def said(places: Sequence[dict], *keys: str):
+    """What is said under any of these keys in any of these places, or None; contradicting values are an error."""
+    found = [place[key] for place in places for key in keys if place.get(key) is not None]
+    check(all(value == found[0] for value in found), f"config.json has {' or '.join(keys)} twice with different values: {found}; keep the right one")
+    return found[0] if found else None
 
 
 def layer_kinds(config: dict) -> list[str]:
     """layer_types, one a layer."""
+    required(config, "num_hidden_layers")
     count = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [FULL] * count
     check(len(kinds) == count, f"config.json has num_hidden_layers {count} and {len(kinds)} layer_types")
     return kinds
 
 
-def block_fields(format: str, config: dict, nested: dict, *, architecture: str, alignment: str) -> dict:
-    """What every block drafter's config.json says; `nested` is its inner section, if it has one."""
-    said = [place[key] for key in ("is_causal", "causal") for place in (nested, config) if place.get(key) is not None]
-    section = config.get("dloop", {})
-    return dict(format=format, layers=read_layers(config, architecture, layer_kinds(config), causal=said[0] if said else None),
-                taps=tuple(one_of("target_layer_ids", nested, config)), num_target_layers=config.get("num_target_layers"),
-                vocab_size=config["vocab_size"], target_hidden_size=config["hidden_size"], width=one_of("block_size", config, nested),
-                alignment=alignment, mask_token_id=one_of("mask_token_id", nested, config), head_scales=head_scales(config, architecture),
+def block_fields(format: str, places: Sequence[dict], *, architecture: str, alignment: str) -> dict:
+    """What every block drafter's config.json says; `places` are its inner sections, if it has any, and itself."""
+    config = places[-1]
+    required(config, "vocab_size", "hidden_size")
+    section = config.get("dloop") or {}
+    return dict(format=format, layers=read_layers(config, architecture, layer_kinds(config), causal=said(places, "is_causal", "causal")),
+                taps=tuple(one_of("target_layer_ids", *places)), num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
+                target_hidden_size=config["hidden_size"], width=one_of("block_size", *places), alignment=alignment,
+                mask_token_id=one_of("mask_token_id", *places), head_scales=head_scales(config, architecture),
                 state=section.get("state", "context_norm"), slot=section.get("slot", "own"))
 
 
+def anchor_slot(places: Sequence[dict]) -> str:
+    """DeepSpec's alignment: its blocks predict from the anchor's own slot on, unless they say that they do not."""
+    return "shifted" if one_of("sample_from_anchor", *places, default=True) else "fill_in"
+
+
 def head_scales(config: dict, architecture: str) -> tuple[float, float | None] | None:
-    """What a Gemma 4 file says of the target's embeddings and logits."""
-    return (config["hidden_size"] ** 0.5, config.get("final_logit_softcapping")) if architecture == "gemma4" else None
+    """What a Gemma 4 file says of the target's embeddings (the factor is an fp32 number there) and logits."""
+    if architecture != "gemma4":
+        return None
+    return torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item(), config.get("final_logit_softcapping")
 
 
 def shared_keys(shape: DrafterShape) -> dict:
@@ -60,6 +78,19 @@ def deepspec_name(shape: DrafterShape, suffix: str) -> str:
 def deepspec_architecture(config: dict, suffix: str) -> str | None:
     """The kind of layers that DeepSpec's class name tells, or None for another class."""
     return {f"Qwen3{suffix}": "qwen3", f"Gemma4{suffix}": "gemma4"}.get((config.get("architectures") or [""])[0])
+
+
+def deepspec_sections(config: dict) -> tuple[dict, ...]:
+    """SGLang's files may keep some keys nested."""
+    return config.get("dspark_config") or {}, config.get("dflash_config") or {}, config
+
+
+def renamed(tensors: dict[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
+    """Tensors under other names, none of them twice."""
+    names = [name_of(name) for name in tensors]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    check(not twice, f"the weights hold {twice} twice, under names that mean the same; keep the right ones")
+    return dict(zip(names, tensors.values(), strict=True))
 
 
 def same_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,9 +7,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dloop_train.checkpoints.parts import said
 from dloop_train.config import check
 from dloop_train.drafters.mtp import MTPShape
-from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers
+from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers, required
 
 WHAT = "a Qwen3.5 target with mtp_num_hidden_layers, or its mtp.* side file"
 FAMILY = "mtp"
@@ -19,19 +20,22 @@ PREFIX = "mtp."
 
 
 def matches(config: dict) -> bool:
-    return text_config(config).get("model_type", "").startswith("qwen3_5")
+    """A drafter of another kind may have copied its target's config; its class tells it apart."""
+    named = (config.get("architectures") or ["Qwen3_5"])[0]
+    return named.startswith("Qwen3_5") and (text_config(config).get("model_type") or "").startswith("qwen3_5")
 
 
 def text_config(config: dict) -> dict:
     """The text part of a composite config.json."""
-    return config.get("text_config", config)
+    return config.get("text_config") or config
 
 
 def read_shape(config: dict) -> MTPShape:
     text = text_config(config)
-    count = text.get("mtp_num_hidden_layers")
+    required(text, "num_hidden_layers", "vocab_size", "hidden_size")
+    count = said((text, config), "mtp_num_hidden_layers")
     check(count == 1, f"config.json says mtp_num_hidden_layers: {count}; one layer was expected. A target without the key has no MTP module: train one from scratch")
-    check(not text.get("mtp_use_dedicated_embeddings"), "config.json says mtp_use_dedicated_embeddings: true, which is not supported")
+    check(not said((text, config), "mtp_use_dedicated_embeddings"), "config.json says mtp_use_dedicated_embeddings: true, which is not supported")
     return MTPShape(format="qwen35_mtp", layers=read_layers(text, "qwen3_5", [FULL]), taps=(), num_target_layers=text["num_hidden_layers"],
                     vocab_size=text["vocab_size"], target_hidden_size=text["hidden_size"], draft_vocab_size=text["vocab_size"], state="post_norm")
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import block_fields, causal_key, one_of, shared_keys
+from dloop_train.checkpoints.parts import block_fields, causal_key, one_of, renamed, said, shared_keys
 from dloop_train.config import check
 from dloop_train.drafters.domino import DominoShape
 
@@ -17,7 +17,7 @@ EARLY = "logit_head."
 
 def sections(config: dict) -> tuple[dict, dict]:
     """Keys stand nested in later files, partly at the top level in early ones."""
-    return config.get("dflash_config", {}), config
+    return config.get("dflash_config") or {}, config
 
 
 def matches(config: dict) -> bool:
@@ -30,10 +30,9 @@ def read_shape(config: dict) -> DominoShape:
     for key in ("use_bias_norm", "use_bias_gate"):
         check(not any(place.get(key) for place in places), f"config.json says {key}: true, a switch of unreleased Domino files that is not supported")
     alignment = "shifted" if one_of("shift_label", *places) else "fill_in"
-    drafted = [place["num_draft_tokens"] for place in places if place.get("num_draft_tokens")]
-    return DominoShape(**block_fields("specforge_domino", config, places[0], architecture="qwen3", alignment=alignment), emb_dim=one_of("emb_dim", *places),
+    return DominoShape(**block_fields("specforge_domino", places, architecture="qwen3", alignment=alignment), emb_dim=one_of("emb_dim", *places),
                        gru_hidden_dim=one_of("gru_hidden_dim", *places), pure_draft_prefix_len=one_of("pure_draft_prefix_len", *places, default=1),
-                       num_draft_tokens=drafted[0] if drafted else None)
+                       num_draft_tokens=said(places, "num_draft_tokens"))
 
 
 def write_config(shape: DominoShape) -> dict:
@@ -46,7 +45,7 @@ def write_config(shape: DominoShape) -> dict:
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(EARLY): tensor for name, tensor in tensors.items()}
+    return renamed(tensors, lambda name: name.removeprefix(EARLY))
 
 
 def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

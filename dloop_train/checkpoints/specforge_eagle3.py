@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from dloop_train.checkpoints.parts import renamed, said
 from dloop_train.config import check
 from dloop_train.drafters.eagle3 import Eagle3Shape
-from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers
+from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers, required
 
 WHAT = "LlamaForCausalLMEagle3"
 FAMILY = "eagle3"
@@ -18,9 +19,10 @@ def matches(config: dict) -> bool:
 def read_shape(config: dict) -> Eagle3Shape:
     check(config.get("num_hidden_layers", 1) == 1, f"EAGLE-3 drafters have one layer, config.json says {config.get('num_hidden_layers')}")
     check(not config.get("norm_before_fc") and not config.get("norm_output"), "norm_before_fc and norm_output are not supported")
-    nested = config.get("eagle_config") or {}
-    taps = config.get("target_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or [
-        index - 1 for index in config.get("eagle_aux_hidden_state_layer_ids") or []]  # the top-level key counts layer inputs
+    required(config, "vocab_size", "hidden_size")
+    nested, inputs = config.get("eagle_config") or {}, config.get("eagle_aux_hidden_state_layer_ids") or []
+    outputs = {"eagle_aux_hidden_state_layer_ids": [index - 1 for index in inputs] or None}  # the top-level key counts layer inputs
+    taps = said(({"target_layer_ids": config.get("target_layer_ids") or None}, nested, outputs), "target_layer_ids", "eagle_aux_hidden_state_layer_ids") or ()
     config = {"rope_theta": 10000.0} | config if not config.get("rope_parameters") else config  # the authors' files leave Llama's own default out
     return Eagle3Shape(format="specforge_eagle3", layers=read_layers(config, "llama", [FULL]), taps=tuple(taps),
                        num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
@@ -42,7 +44,7 @@ def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Maps of a draft vocabulary that is the target's whole one say nothing, and are left out."""
     if "t2d" in tensors and bool(tensors["t2d"].all()) and not bool(tensors.get("d2t", tensors["t2d"].new_zeros(1)).any()):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    return {name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name: tensor for name, tensor in tensors.items()}
+    return renamed(tensors, lambda name: name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name)
 
 
 def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,12 +8,16 @@ FAMILY = "dflash"
 COPIES: dict[str, str] = {}
 
 
+def sections(config: dict) -> tuple[dict, dict]:
+    return config.get("dflash_config") or {}, config
+
+
 def matches(config: dict) -> bool:
-    return config.get("architectures") == ["DFlashDraftModel"] and "projector_type" not in config.get("dflash_config", {}) | config
+    return config.get("architectures") == ["DFlashDraftModel"] and not any(place.get("projector_type") for place in sections(config))
 
 
 def read_shape(config: dict) -> BlockShape:
-    return BlockShape(**block_fields("zlab_dflash", config, config.get("dflash_config", {}), architecture="qwen3", alignment="fill_in"))
+    return BlockShape(**block_fields("zlab_dflash", sections(config), architecture="qwen3", alignment="fill_in"))
 
 
 def write_config(shape: BlockShape) -> dict:

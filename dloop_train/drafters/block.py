@@ -32,6 +32,10 @@ class BlockShape(DrafterShape):
     num_draft_tokens: int | None = None
     """k where a checkpoint drafts fewer tokens than its slots allow."""
 
+    def __post_init__(self):
+        check(self.k >= 1, f"block_size {self.width} with num_draft_tokens {self.num_draft_tokens} leaves a {self.alignment} drafter no token to draft")
+        check(0 <= self.mask_token_id < self.vocab_size, f"mask_token_id {self.mask_token_id} is not in the vocabulary of {self.vocab_size}")
+
     @property
     def k(self) -> int:
         most = self.width - 1 if self.alignment == "fill_in" else self.width

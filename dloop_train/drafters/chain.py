@@ -20,6 +20,9 @@ class ChainShape(DrafterShape):
     steps: int | None = None
     """Passes it was trained to unroll, where the config says so."""
 
+    def __post_init__(self):
+        check(self.draft_vocab_size <= self.vocab_size, f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary of {self.vocab_size}")
+
 
 @dataclass(kw_only=True)
 class ChainConfig(DrafterConfig):

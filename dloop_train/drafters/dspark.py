@@ -27,6 +27,10 @@ class DSparkShape(BlockShape):
     confidence_with_markov: bool = True
     """The confidence head also reads the embedding of the token before."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.markov_head_type in HEADS, f"markov_head_type {self.markov_head_type!r} is not supported; {', '.join(HEADS)} are")
+
 
 @dataclass(kw_only=True)
 class DSparkConfig(BlockConfig):

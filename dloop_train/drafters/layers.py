@@ -49,7 +49,7 @@ class Rotary(nn.Module):
 
     def __init__(self, size: int, rope: Rope):
         super().__init__()
-        turned = size if rope.kind == "proportional" else int(size * rope.part)
+        turned = rope.turned(size)
         frequencies = rope.theta ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
         if rope.kind == "llama3":
             frequencies = llama3_scaled(frequencies, dict(rope.scaling))

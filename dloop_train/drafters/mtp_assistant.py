@@ -9,7 +9,7 @@ from dloop_train.config import check
 from dloop_train.drafters.base import Flops, linear_flops
 from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
 from dloop_train.drafters.layers import DecoderLayer
-from dloop_train.drafters.sizes import FULL, LayerSizes, read_rope
+from dloop_train.drafters.sizes import FULL, SLIDING, LayerSizes, Rope, read_rope
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
 from dloop_train.types import KV, Context, DraftState, Reads, SharedKV, TargetSpec
@@ -32,9 +32,17 @@ class AssistantShape(ChainShape):
         full = [layer for layer in self.layers if layer.window is None] or self.layers
         return tuple((layer.num_key_value_heads, layer.head_dim, layer.window) for layer in (sliding[0], full[0]))
 
+    @property
+    def ropes(self) -> tuple[Rope, Rope]:
+        """Rotary positions of those keys: queries must turn as the target's keys have turned."""
+        sliding = [layer for layer in self.layers if layer.window is not None] or self.layers
+        full = [layer for layer in self.layers if layer.window is None] or self.layers
+        return sliding[0].rope, full[0].rope
+
     def facts_of(self, target: TargetSpec, taps) -> dict:
         lent = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)
-        return super().facts_of(target, ()) | {"shared_kv": lent}
+        turned = tuple(read_rope(target.text_config, FULL if shared.window is None else SLIDING) for shared in target.shared_kv)
+        return super().facts_of(target, ()) | {"shared_kv": lent, "ropes": turned}
 
 
 @dataclass(kw_only=True)
@@ -79,10 +87,10 @@ class AssistantConfig(ChainConfig):
 
     def layer_on(self, target: TargetSpec, shared: SharedKV) -> LayerSizes:
         config = target.text_config
-        kind = FULL if shared.window is None else "sliding_attention"
+        kind = FULL if shared.window is None else SLIDING
         return LayerSizes(architecture="gemma4", hidden_size=self.hidden_size, intermediate_size=4 * self.hidden_size,
                           num_attention_heads=config["num_attention_heads"], num_key_value_heads=shared.groups, head_dim=shared.size,
-                          rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings", 4096),
+                          rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings") or 4096,
                           keys_are_values=kind == FULL and bool(config.get("attention_k_eq_v")), window=shared.window, causal=shared.window is not None)
 
     def build(self, shape: AssistantShape, head: TargetHead | None) -> "Assistant":

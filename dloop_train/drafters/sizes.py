@@ -47,6 +47,10 @@ class Rope:
     scaling: tuple[tuple[str, float], ...] = ()
     """Llama 3's numbers."""
 
+    def turned(self, size: int) -> int:
+        """Dimensions of a head that frequencies are laid out over."""
+        return size if self.kind == "proportional" else int(size * self.part)
+
     def public(self) -> dict:
         """As the rope_parameters of a config.json."""
         part = {} if self.part == 1.0 else {"partial_rotary_factor": self.part}
@@ -75,6 +79,12 @@ class LayerSizes:
     causal: bool = False
     """Slots of a block see only those before them."""
 
+    def __post_init__(self):
+        check(self.num_attention_heads % self.num_key_value_heads == 0,
+              f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {self.num_key_value_heads}")
+        check(self.rope.turned(self.head_dim) % 2 == 0, f"rotary positions turn pairs; of head_dim {self.head_dim} they would turn {self.rope.turned(self.head_dim)}")
+        check(self.window is None or self.window >= 1, f"sliding_window must be positive, got {self.window}")
+
     @property
     def parts(self) -> Parts:
         return ARCHITECTURES[self.architecture]
@@ -96,15 +106,22 @@ def read_layers(config: dict, architecture: str, kinds: Sequence[str], *, causal
     return tuple(read_layer(config, architecture, kind, causal) for kind in kinds)
 
 
+def required(config: dict, *keys: str) -> None:
+    """Name the keys that a config.json must have and lacks."""
+    lacking = [key for key in keys if config.get(key) is None]
+    check(not lacking, f"config.json has no {', '.join(lacking)}; take the file that came with the weights")
+
+
 def read_layer(config: dict, architecture: str, kind: str, causal: bool | None) -> LayerSizes:
+    required(config, "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
     window = window_of(config) if kind == SLIDING else None
     own = own_sizes(config, kind) if architecture == "gemma4" else config
     heads = config["num_attention_heads"]
     return LayerSizes(
         architecture=architecture, hidden_size=config["hidden_size"], intermediate_size=config["intermediate_size"], num_attention_heads=heads,
         num_key_value_heads=own.get("num_key_value_heads") or heads, head_dim=own.get("head_dim") or config["hidden_size"] // heads,
-        rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings", 4096),
-        attention_bias=config.get("attention_bias", False), keys_are_values=architecture == "gemma4" and kind == FULL and bool(config.get("attention_k_eq_v")),
+        rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings") or 4096,
+        attention_bias=bool(config.get("attention_bias")), keys_are_values=architecture == "gemma4" and kind == FULL and bool(config.get("attention_k_eq_v")),
         window=window, causal=window is not None if causal is None else causal)
 
 
@@ -131,18 +148,24 @@ def own_sizes(config: dict, kind: str) -> dict:
 
 
 def read_rope(config: dict, kind: str = FULL) -> Rope:
-    """rope_theta and scaling, flat, nested or by layer type. A missing or contradictory theta is an error: it would only cost acceptance."""
-    nested, flat = config.get("rope_parameters") or {}, config.get("rope_theta")
+    """rope_theta and scaling, flat, nested or by layer type. What is missing or contradicts is an error: it would only cost acceptance."""
+    nested, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     nested = nested.get(kind) or nested
-    theta = nested.get("rope_theta", flat)
+    theta = in_either("rope_theta", config, nested)
     check(theta is not None, "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value")
-    check(flat is None or float(flat) == float(theta), f"config.json has rope_theta {flat} at the top level and {theta} in rope_parameters")
-    scaling = config.get("rope_scaling") or nested
-    named = scaling.get("rope_type", scaling.get("type", "default"))
+    kinds = {place.get("rope_type") or place.get("type") or "default" for place in (scaling, nested) if place}
+    check(len(kinds) <= 1, f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; keep the one that the weights were trained with")
+    named = next(iter(kinds), "default")
     check(named in ("default", "llama3", "proportional"), f"rope_type {named!r} is not supported; default, llama3 and proportional are")
-    part = nested.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if named == "llama3" else ()
-    return Rope(float(theta), named, float(part), tuple((name, scaling[name]) for name in numbers))
+    required(scaling or nested, *numbers)
+    return Rope(float(theta), named, float(in_either("partial_rotary_factor", config, nested) or 1.0), tuple((name, (scaling or nested)[name]) for name in numbers))
+
+
+def in_either(key: str, config: dict, nested: dict) -> float | None:
+    flat, inner = config.get(key), nested.get(key)
+    check(flat is None or inner is None or float(flat) == float(inner), f"config.json has {key} {flat} at the top level and {inner} in rope_parameters")
+    return flat if inner is None else inner
 
 
 def architecture_of(text_config: dict) -> str:

@@ -1,9 +1,11 @@
 """Laws of training: labels, depths, compaction, chunks, accumulation over ranks, resuming."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,9 @@ from teaching import counting_batch
 
 from dloop_train.config import LogConfig
 from dloop_train.data.batches import TextBatch, micro_batches, plan_epoch
+from dloop_train.drafters.chain import ChainDrafter
+from dloop_train.drafters.domino import Domino
+from dloop_train.drafters.dspark import DSpark
 from dloop_train.drafters.losses import hits, over_rows
 from dloop_train.runs import read_jsonl
 from dloop_train.targets.head import TargetHead
@@ -21,6 +26,7 @@ from dloop_train.training.anchors import Origins, draw_depths, draw_origins, lab
 from dloop_train.training.metrics import MetricLog
 from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
+from dloop_train.types import Context
 
 
 def batch_of(mask, tokens=None):
@@ -112,24 +118,106 @@ def test_gradient_flows_through_own_states_unless_detached(unrolled):
     assert any(not torch.allclose(through[1][name], cut[1][name]) for name in through[1])
 
 
-def test_loss_equals_plain_cross_entropy(taught_target):
-    """The base recipe of DFlash, written out: weighted CE over slots of every origin, divided by its weights."""
-    drafter = make_drafter("dflash-shifted", taught_target)
-    batch = counting_batch(taught_target, count=2)
-    origins = draw_origins(batch, drafter.k, count=5, depth_exposure=0, seed=0, epoch=0)
-    unroll = Unroll(drafter, Terms(0))
-    loss = unroll(batch, origins, unroll.weights(batch, origins), 0.0).loss
-    from dloop_train.types import Context
-    total = weight = 0.0
+def chances(logits):
+    """Softmax, number by number."""
+    largest = max(logits)
+    powers = [math.exp(logit - largest) for logit in logits]
+    total = sum(powers)
+    return [power / total for power in powers]
+
+
+def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, progress):
+    """One slot's loss from logits as lists of numbers, as each family's recipe has it."""
+    said, meant = chances(final), chances(teacher)
+    if isinstance(drafter, ChainDrafter):
+        return -(0.8**slot) * sum(q * math.log(p) for p, q in zip(said, meant, strict=True))
+    hard = -math.log(said[label])
+    if isinstance(drafter, Domino):
+        share = 0.8 * max(0.0, 1 - progress / 0.5)
+        return math.exp(-slot / 7) * ((1 - share) * hard - share * math.log(chances(base)[label]))
+    if isinstance(drafter, DSpark):
+        apart = sum(abs(p - q) for p, q in zip(said, meant, strict=True))
+        loss = 0.1 * hard + 0.9 * apart
+        if confidence is not None:
+            trust, wanted = 1 / (1 + math.exp(-confidence)), 1 - apart / 2
+            loss -= wanted * math.log(trust) + (1 - wanted) * math.log(1 - trust)
+        return math.exp(-slot / 4) * loss
+    return math.exp(-slot / 4) * hard  # DFlash
+
+
+def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1):
+    """Half the first stages' loss and half the last ones', each over its weights, branch by branch and slot by slot.
+
+    Slot weights restart in every stage; a gap in the response ends supervision; the target's softcap bounds what it teaches.
+    """
+    drafter = make_drafter(variant, taught_target)
+    if isinstance(drafter, Domino):
+        drafter.base_share, drafter.base_until = 0.8, 0.5
+    if isinstance(drafter, ChainDrafter):
+        drafter.head.softcap = 3.0
+    batch, k = counting_batch(taught_target, drafter.shape.reads, count=2), drafter.k
+    batch.loss_mask[1, 19] = False
+    origins = draw_origins(batch, k, count=4, depth_exposure=2, seed=0, epoch=0)
+    unroll = Unroll(drafter, Terms(2))
+    loss = unroll(batch, origins, unroll.weights(batch, origins), progress).loss
+    totals, weights, cap = [0.0, 0.0], [0.0, 0.0], drafter.head.softcap
+    kept = getattr(drafter, "kept_ids", lambda: None)()
+    decay = 0.8 if isinstance(drafter, ChainDrafter) else math.exp(-1 / 7) if isinstance(drafter, Domino) else math.exp(-1 / 4)
     for row in range(2):
-        for origin in origins.position[row].tolist():
+        tokens = batch.tokens[row].tolist() + [0] * 3 * k
+        for origin, depth in zip(origins.position[row].tolist(), origins.depth[row].tolist(), strict=True):
             state = drafter.begin(Context(batch.tokens[row:row + 1, :origin + 1], batch.features[row:row + 1, :origin]), torch.tensor([[origin]]))
-            logits = drafter.logits(drafter.stage(state, batch.tokens[row:row + 1, origin:origin + 1]).hidden)[0, 0]
-            for slot in range(min(drafter.k, 31 - origin)):
-                w = np.exp(-slot / 4.0)
-                total -= w * torch.log_softmax(logits[slot].float(), -1)[batch.tokens[row, origin + 1 + slot]].item()
-                weight += w
-    assert loss.item() == pytest.approx(total / weight, rel=1e-5)
+            for number in range(1, depth + 1):
+                anchor = origin + (number - 1) * k
+                labels = tokens[anchor + 1:anchor + 1 + k]
+                stage = drafter.stage(state, torch.tensor([[tokens[anchor]]]), lambda step, _, labels=labels: torch.tensor([[labels[step]]]))
+                state = stage.state
+                if 1 < number < depth:
+                    continue
+                spoken = torch.tensor([[tokens[anchor]]]), torch.tensor([[labels]])
+                final, trust = drafter.rescore(stage, *spoken)[0, 0], drafter.confidence(stage, *spoken)
+                base = drafter.logits(stage.hidden[0, 0, stage.predicts])
+                for slot in range(k):
+                    reached = anchor + 1 + slot
+                    if reached > 31 or not all(batch.loss_mask[row, origin + 1:reached + 1].tolist()):
+                        break
+                    teacher = batch.last_hidden[row, reached - 1] @ taught_target.lm_head.weight.T
+                    teacher = (teacher if cap is None else cap * torch.tanh(teacher / cap))[slice(None) if kept is None else kept]
+                    confidence = None if trust is None else trust[0, 0, slot].item()
+                    loss_here = plain_slot_loss(drafter, slot, final[slot].tolist(), base[slot].tolist(), confidence, labels[slot], teacher.tolist(), progress)
+                    totals[number > 1] += loss_here
+                    weights[number > 1] += decay**slot
+    assert weights[1] > 0
+    assert loss.item() == pytest.approx(sum(total / weight for total, weight in zip(totals, weights, strict=True)) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("variant", ["dspark-vanilla", "dspark-rnn"])
+def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, taught_target):
+    drafter = make_drafter(variant, taught_target)
+    drafter.settings = replace(drafter.settings, ce_weight=0.0, l1_weight=0.0, detach_confidence=detach)
+    batch = counting_batch(taught_target, drafter.shape.reads, count=2)
+    _, gradients = loss_and_gradients(Unroll(drafter, Terms(1)), batch, draw_origins(batch, drafter.k, count=4, depth_exposure=1, seed=0, epoch=0))
+    moved = {name.removeprefix("drafter.") for name, gradient in gradients.items() if gradient.abs().max() > 0}
+    head = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    backbone = {name for name, _ in drafter.named_parameters() if not name.startswith(("markov_head", "confidence_head"))}
+    assert moved == head if detach else moved == head | backbone | {"markov_head.markov_w1.weight"}  # its target is never trained by it
+
+
+def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
+    """lambda = base_share * (1 - progress / base_until), never below zero: the loss is linear in it, between the two losses alone."""
+    batch = counting_batch(taught_target, make_drafter("domino-shifted", taught_target).shape.reads, count=2)
+
+    def loss(share, until, progress):
+        drafter = make_drafter("domino-shifted", taught_target)
+        drafter.base_share, drafter.base_until = share, until
+        origins = draw_origins(batch, drafter.k, count=4, depth_exposure=0, seed=0, epoch=0)
+        unroll = Unroll(drafter, Terms(0))
+        return unroll(batch, origins, unroll.weights(batch, origins), progress).loss.item()
+    final, base = loss(0.0, 1.0, 0.0), loss(1.0, 1.0, 0.0)
+    assert abs(final - base) > 1e-3
+    for share, until, progress, expected in ((1.0, 1.0, 0.25, 0.75), (1.0, 1.0, 1.0, 0.0), (0.8, 0.5, 0.0, 0.8), (0.8, 0.5, 0.25, 0.4), (0.8, 0.5, 0.9, 0.0)):
+        assert loss(share, until, progress) == pytest.approx((1 - expected) * final + expected * base, rel=1e-12)
 
 
 def test_the_loss_in_bf16_is_that_of_fp64_but_for_rounding(unrolled):

@@ -41,7 +41,8 @@ def commands(trained: dict, tokens_per_stage: int) -> list[str]:
     """How the run was made: trained with some tokens per stage, exported with the pair's."""
     family, (key, learnt) = trained["drafter"]["family"], next((key, trained["drafter"][key]) for key in ("width", "tokens_per_stage") if key in trained["drafter"])
     command = f"python -m dloop_train +experiment=starter drafter={family} drafter.{key}="
-    return [f"{command}{learnt} train.steps={trained['train']['steps']} phases=[generate,cache,train]", f"{command}{tokens_per_stage} phases=[export]"]
+    size = f"train.steps={trained['train']['steps']} train.origins={trained['train']['origins']}"
+    return [f"{command}{learnt} {size} phases=[generate,cache,train]", f"{command}{tokens_per_stage} phases=[export]"]
 
 
 if __name__ == "__main__":

@@ -266,6 +266,7 @@ def from_hydra(tree: DictConfig) -> Config:
     values = {key: tree[key] for key in tree if key != "pair"}
     for key, kind in TYPED.items():
         values[key] = build(tree[key], kind, key)
+    require_init(tree)
     for key in PLUGINS:
         values[key] = build(tree[key], object, key)
     unknown = set(values) - {f.name for f in fields(Config)}
@@ -273,3 +274,16 @@ def from_hydra(tree: DictConfig) -> Config:
     values["root"] = Path(values["root"]).expanduser()
     values["phases"] = list(values["phases"])
     return Config(**values)
+
+
+def require_init(tree: DictConfig) -> None:
+    """Stop where neither a pair's YAML nor the user says which weights the drafter starts from."""
+    if tree["drafter"].get("init"):
+        return
+    drafter, target = get_class(tree["drafter"]["_target_"]), tree["target"]["name"]
+    files = {name: CONF / "pair" / f"{drafter.family}_{name}.yaml" for name in sorted(file.stem for file in (CONF / "target").glob("*.yaml"))}
+    paired, pair = [name for name, file in files.items() if file.is_file()], f"conf/pair/{drafter.family}_{target}.yaml"
+    missing = f"{pair} is there, but drafter.init is empty" if target in paired else f"there is no {pair} to name the weights that the drafter starts from: {drafter.unpaired}"
+    needed = f", and {drafter.needs}" if drafter.needs else ""
+    raise ValueError(f"{missing}\n  {drafter.family} has pairs for {', '.join(paired) or 'no target'}\n"
+                     f"  for {target} set drafter.init=scratch (with train.base_epochs=3 the base recipe comes first), or to a folder or hub id{needed}")

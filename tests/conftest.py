@@ -12,6 +12,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dloop_train.config import CONF, TargetConfig, build, from_hydra, option
 from dloop_train.drafters.base import DrafterConfig
@@ -21,6 +22,21 @@ from dloop_train.targets.sources import load_target
 from dloop_train.targets.target import Target
 
 torch.set_num_threads(1)
+
+class Wide:
+    """torch, but where a module casts to fp32 it casts to fp64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Qwen3.5's delta rule and its gated norm compute in fp32 whatever the model's dtype, and round differently by chunks and by tokens."""
+    monkeypatch.setattr(modeling_qwen3_5, "torch", Wide())
+
 
 def gemma4_layers(shape):
     """The same drafter with Gemma 4's layers: sandwich norms, k = v, a head in which a quarter turns, a target with scaled embeddings and bounded logits."""
@@ -75,6 +91,15 @@ def composed(*overrides: str):
         return from_hydra(OmegaConf.create(OmegaConf.to_container(tree, resolve=True)))
 
 
+PAIRS = sorted(file.stem for file in CONF.glob("pair/*.yaml"))
+
+
+def pair_of(name: str) -> list[str]:
+    """The overrides that choose a pair's YAML. One drafter's name may begin another's: the longest that fits is meant."""
+    drafter = max((file.stem for file in CONF.glob("drafter/*.yaml") if name.startswith(f"{file.stem}_")), key=len)
+    return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
+
+
 def tiny_config(**changes) -> TargetConfig:
     return build(option("target", "tiny_llama") | changes, TargetConfig, "target")
 
@@ -87,8 +112,12 @@ def tiny_target() -> Target:
 
 @pytest.fixture(scope="session")
 def taught_target() -> Target:
-    """Trained for a moment on counting texts: its greedy continuations are regular, so that drafters can learn them."""
-    target = load_target(tiny_config(), dtype="float32", device="cpu")
+    return teach("tiny_llama")
+
+
+def teach(name: str) -> Target:
+    """A tiny target trained for a moment on counting texts: its greedy continuations are regular, so that drafters can learn them."""
+    target = load_target(build(option("target", name), TargetConfig, "target"), dtype="float32", device="cpu")
     model = target.model.train().requires_grad_(True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from dloop_train.checkpoints.files import create_drafter, fill_backbone, load_dr
 from dloop_train.drafters.dflash import DFlashConfig
 from dloop_train.drafters.dspark import DSparkConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
+from dloop_train.drafters.mtp_assistant import AssistantConfig
 from dloop_train.drafters.sizes import Rope, read_rope
 from dloop_train.targets.head import TargetHead
 
@@ -86,6 +87,17 @@ def test_drafter_of_another_target_is_refused(folder, tiny_target):
     change_config(folder, target_layer_ids=[0, 1, 2], mask_token_id=7)
     with pytest.raises(ValueError, match=r"taps: the checkpoint has \(0, 1, 2\)[\s\S]*|mask_token_id: the checkpoint has 7"):
         create_drafter(settings, tiny_target.spec, TargetHead.of(tiny_target), TAPS)
+
+
+def test_drafters_from_scratch_that_cannot_work_are_refused(tiny_target):
+    """A target of linear attention alone lends no keys; DFlash's two layouts fix the alignment that they are read back with."""
+    with pytest.raises(ValueError, match="no layer of softmax attention"):
+        AssistantConfig().shape(replace(tiny_target.spec, shared_kv=()), [])
+    with pytest.raises(ValueError, match="drafter.alignment=fill_in is zlab_dflash"):
+        DFlashConfig(alignment="fill_in", format="deepspec_dflash")
+    wide = AssistantConfig(hidden_size=64)
+    with pytest.raises(ValueError, match="hidden_size may be at most 32"):
+        wide.build(wide.shape(tiny_target.spec, []), TargetHead.of(tiny_target)).initialise(tiny_target)
 
 
 def test_rope_theta_is_read_flat_and_nested():

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import PAIRS, pair_of
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
@@ -25,6 +26,11 @@ LAYERS = {"types": 0, "config": 0, "runs": 0, "ranks": 0, "targets": 1, "data": 
           "training": 3, "decoding": 3, "phases": 4, "serving": 4, "__init__": 5, "worker": 5, "__main__": 5}
 STRANGERS = {"training", "decoding"}
 """These do not know each other."""
+RELEASED = {r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"), r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),
+            r"Huang2020/.*-Domino-b16": ("domino", "specforge_domino", "shifted"), r"deepseek-ai/dspark_.*": ("dspark", "deepspec_dspark", "shifted"),
+            r"deepseek-ai/eagle3_.*": ("eagle3", "deepspec_eagle3", None), r"(yuhuili/EAGLE3-|starter:eagle3_).*": ("eagle3", "specforge_eagle3", None),
+            r"(Qwen/Qwen3\.5-|starter:mtp_).*": ("mtp", "qwen35_mtp", None), r"google/gemma-4-.*-assistant": ("mtp_assistant", "gemma4_assistant", None)}
+"""Family, layout and alignment of the weights with such an id."""
 
 YAMLS = sorted(file for file in CONF.glob("*/**/*.yaml") if file.relative_to(CONF).parts[0] not in NOT_SETTINGS)
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -35,13 +41,12 @@ def shown(file: Path) -> str:
 
 
 def choices(file: Path) -> list[str]:
-    """Overrides that bring a YAML into the composed tree; the tiny target and EAGLE-3 where it needs company."""
+    """Overrides that bring a YAML into the composed tree; the tiny target and EAGLE-3, which has a pair with every target, where it needs company."""
     group, name = file.relative_to(CONF).parts[0], file.stem
     if group == "experiment":
         return [f"+experiment={name}"]
     if group == "pair":
-        drafter = next(other.stem for other in CONF.glob("drafter/*.yaml") if name.startswith(f"{other.stem}_"))
-        return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
+        return pair_of(name)
     company = {"drafter": "eagle3", "target": "tiny_llama"} | {group: name}
     return [f"{'+' if key in ('drafter', 'target') else ''}{key}={value}" for key, value in company.items()]
 
@@ -80,6 +85,70 @@ def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
     assert type(from_hydra(composed([*pair, "gate=never"])).gate).__name__ == "Never"
     with pytest.raises(ValueError, match="fields of PairConfig"):
         from_hydra(composed([*pair, "++pair.treshold=-1.0"]))
+
+
+def said_briefly(name: str) -> str:
+    """Qwen/Qwen3-4B, qwen3_4b -> qwen34b, as far as names of models go."""
+    return re.sub(r"[^a-z0-9]|instruct", "", name.lower())
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_agrees_with_the_name_of_its_weights(pair):
+    """Before a download nothing else would notice a wrong one."""
+    config = from_hydra(composed(pair_of(pair)))
+    drafter = config.drafter
+    assert pair == f"{drafter.family}_{config.target.name}"
+    if drafter.init != "scratch":
+        says = [facts for pattern, facts in RELEASED.items() if re.fullmatch(pattern, drafter.init)]
+        assert says == [(drafter.family, drafter.format, getattr(drafter, "alignment", None))]
+        assert said_briefly(config.target.name) in said_briefly(drafter.init)
+
+
+def test_a_pair_may_start_from_another_and_the_command_line_goes_before_both():
+    """domino_tiny_qwen3 is domino_tiny_llama, which is dflash_tiny_llama and a head."""
+    config = from_hydra(composed(["+drafter=domino", "+target=tiny_qwen3", "++drafter.width=3"]))
+    assert (config.drafter.width, config.drafter.layers, config.drafter.gru_hidden_dim, config.train.origins) == (3, 2, 16, 8)
+
+
+@pytest.mark.parametrize("choice, says", [
+    (["mtp", "qwen3_8b"], ["there is no conf/pair/mtp_qwen3_8b.yaml", "only Qwen3.5 checkpoints carry an MTP module", "pairs for qwen35_9b, smollm2_135m", "drafter.init=scratch"]),
+    (["mtp_assistant", "qwen3_8b"], ["Gemma 4 alone", "pairs for gemma4_12b, smollm2_135m"]),
+    (["domino", "llama31_8b"], ["released for Qwen3-4B and Qwen3-8B", "drafter.alignment=<fill_in|shifted>"])], ids="_".join)
+def test_a_missing_pair_is_explained(choice, says):
+    with pytest.raises(ValueError) as error:
+        from_hydra(composed([f"+drafter={choice[0]}", f"+target={choice[1]}"]))
+    assert all(part in str(error.value) for part in says), error.value
+
+
+def test_without_a_pair_the_weights_may_be_named():
+    nowhere = ["+drafter=domino", "+target=llama31_8b", "++drafter.alignment=shifted"]
+    assert from_hydra(composed([*nowhere, "++drafter.init=scratch"])).drafter.layers == 1
+    assert from_hydra(composed([*nowhere, "++drafter.init=somebody/Llama-Domino"])).drafter.init == "somebody/Llama-Domino"
+    with pytest.raises(ValueError, match="conf/pair/dflash_qwen3_8b.yaml is there, but drafter.init is empty"):
+        from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b", "++drafter.init="]))
+
+
+def pair_cell(pair: str) -> str:
+    """Where a pair's weights come from: their publisher on the hub, a starter, or scratch."""
+    if pair not in PAIRS:
+        return "-"
+    drafter = composed(pair_of(pair))["drafter"]
+    if drafter["init"] == "scratch":
+        return "from scratch" + (", on the starter" if drafter.get("backbone") else "")
+    return "starter" if drafter["init"].startswith("starter:") else drafter["init"].split("/")[0]
+
+
+def pair_table() -> str:
+    """The README's table: a row a target (the tiny ones left out), a column a drafter."""
+    drafters = sorted(file.stem for file in CONF.glob("drafter/*.yaml"))
+    targets = sorted(file.stem for file in CONF.glob("target/*.yaml") if not file.stem.startswith("tiny_"))
+    rows = [["target", *drafters], ["---"] * (len(drafters) + 1)] + [[target, *(pair_cell(f"{drafter}_{target}") for drafter in drafters)] for target in targets]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_readme_has_the_table_of_pairs():
+    found = re.search(r"<!-- pairs -->\n(.*?)\n\n", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert found and found[1] == pair_table(), f"under <!-- pairs --> README.md should have\n{pair_table()}"
 
 
 def test_every_group_has_options():

@@ -10,7 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import PAIRS, pair_of
 from wandb_reader import read_offline_run
+
+import dloop_train
+from dloop_train.targets.responders import decode_plain
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "train.threads=1", "train.steps=6", "train.save_every=2", "train.batch_size=4",
@@ -69,6 +73,27 @@ def test_wandb_offline_run_holds_the_training(finished):
     assert {one["label"]: summary[f"evaluation/{one['label']}/tau"] for one in table} == {one["label"]: one["tau"]["value"] for one in table}
 
 
+NATIVE = {("domino", "tiny_qwen3"), ("dspark", "tiny_gemma4"), ("mtp", "tiny_qwen35"), ("mtp_assistant", "tiny_gemma4")}
+"""Each family on the kind of target that it was made for; the other tiny pairs run with the slow tests."""
+TINY = sorted(pair_of(name)[0].removeprefix("+drafter=") + " " + pair_of(name)[1].removeprefix("+target=") for name in PAIRS if "_tiny_" in name)
+
+
+@pytest.mark.parametrize("pair", [pytest.param(pair, marks=() if tuple(pair.split()) in NATIVE else pytest.mark.slow) for pair in TINY])
+def test_every_family_runs_from_prompts_to_a_report(pair, tmp_path):
+    """And its export, loaded as a user does, streams the target's own text."""
+    drafter, target = pair.split()
+    command = [sys.executable, "-m", "dloop_train", f"+drafter={drafter}", f"+target={target}", "prompts.limit=8", "train.threads=1", "train.steps=2", "evaluate.prompts=2",
+               "evaluate.dtype=float32"]
+    result = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    folder = tmp_path / "runs" / f"{drafter}-{target}"
+    table = {row["label"]: row for row in json.loads((folder / "report.json").read_text())["settings"]}
+    assert {"plain decoding", "trained S=1", "trained + gate (DLoop)"} <= table.keys() and (folder / "report.html").is_file()
+    model = dloop_train.load(folder / "drafter", target, device="cpu")
+    ids = list(range(60, 72))
+    assert list(model.tokens(ids, max_new_tokens=16)) == decode_plain(model.target, ids, max_new_tokens=16)
+
+
 def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
     """Kill -9 the command and its torchrun as soon as a file that matches `sign` exists; the ranks end with them."""
     for _ in range(100_000):
@@ -114,7 +139,7 @@ def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
 
 def test_missing_choice_lists_the_options(tmp_path):
     result = subprocess.run([sys.executable, "-m", "dloop_train", "+target=tiny_llama"], env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode != 0 and "choose a drafter: +drafter=<dflash|eagle3>" in result.stderr
+    assert result.returncode != 0 and "choose a drafter: +drafter=<dflash|domino|dspark|eagle3|mtp|mtp_assistant>" in result.stderr
 
 
 def test_unknown_field_lists_the_known(tmp_path):

@@ -5,10 +5,12 @@ import socket
 
 import huggingface_hub.constants
 import pytest
-from conftest import composed
+import torch
+from conftest import PAIRS, composed, pair_of
 from safetensors.torch import load_file
 
-from dloop_train.checkpoints import zlab_dflash
+from dloop_train.checkpoints import gemma4_assistant, zlab_dflash
+from dloop_train.drafters.mtp_assistant import AssistantConfig
 from dloop_train.phases import artifacts, cache, generate, plan
 from dloop_train.phases.plan import measure_rate  # before the fixture replaces it
 from dloop_train.training.unroll import Terms
@@ -33,11 +35,10 @@ def planned(tmp_path, *overrides: str):
     return config, plan.estimate(config)
 
 
-@pytest.mark.parametrize("choices", [("dflash", "tiny_llama"), ("eagle3", "tiny_llama"), ("dflash", "qwen3_8b"), ("eagle3", "qwen3_4b"),
-                                     ("eagle3", "llama31_8b"), ("dflash", "smollm2_135m")])
-def test_a_dry_run_prints_the_keys_and_leaves_no_trace(choices, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_dry_run_prints_the_keys_and_leaves_no_trace(pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
-    config = composed(f"root={tmp_path / 'root'}", f"+drafter={choices[0]}", f"+target={choices[1]}")
+    config = composed(f"root={tmp_path / 'root'}", *pair_of(pair))
     plan.run(config)
     printed = capsys.readouterr().out
     for name, artifact in (("generate", artifacts.responses(config)), ("cache", artifacts.features(config))):
@@ -125,6 +126,13 @@ def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
     assert released.drafter == scratch.drafter
 
 
+@pytest.mark.parametrize("override, says", [("++drafter.layers=2", "set drafter.layers=3"), ("++drafter.alignment=fill_in", "alignment: it has shifted, the drafter has fill_in")])
+def test_a_backbone_that_does_not_fit_is_refused_before_anything_runs(override, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=says):
+        planned(tmp_path, "+drafter=dspark", "+target=smollm2_135m", override)
+
+
 def test_what_would_stop_the_run_is_said(tmp_path):
     config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, "++train.processes=3")
     assert any("cannot be shared by 3 ranks" in warning for warning in estimated.warnings)
@@ -136,3 +144,33 @@ def test_what_would_stop_the_run_is_said(tmp_path):
 
 def test_the_rate_is_measured():
     assert 1e8 < measure_rate("float32", seconds=0.05) < 1e17
+
+
+@pytest.mark.parametrize("choices, parameters", [
+    (("dspark", "qwen3_8b", "drafter.layers=5", "drafter.width=7"), 1126.4e6), (("dflash", "qwen3_8b", "drafter.layers=5", "drafter.alignment=shifted"), 1048.6e6),
+    (("dspark", "gemma4_12b", "drafter.layers=5"), 1417.2e6), (("dflash", "gemma4_12b", "drafter.layers=5", "drafter.alignment=shifted"), 1283.0e6),
+    (("eagle3", "qwen3_8b"), 302.0e6), (("eagle3", "gemma4_12b", "drafter.format=deepspec_eagle3"), 349.0e6),
+    (("dspark", "qwen3_14b", "drafter.layers=5"), 1860.4e6), (("mtp", "qwen35_9b"), 243_290_624)], ids=str)
+def test_drafters_from_scratch_have_the_released_sizes(choices, parameters, tmp_path):
+    """Trainable parameters, as published or as counted from the files."""
+    drafter, target, *overrides = choices
+    _, estimated = planned(tmp_path, f"+drafter={drafter}", f"+target={target}", "++drafter.init=scratch", "++prompts.limit=9", *(f"++{one}" for one in overrides))
+    assert estimated.drafter.parameters == pytest.approx(parameters, abs=0.05e6 if isinstance(parameters, float) else 0)
+
+
+def test_a_dspark_file_has_the_released_bytes(tmp_path):
+    """deepseek-ai's file for Qwen3-8B, without its header: the parameters and both copies in bf16."""
+    _, estimated = planned(tmp_path, "+drafter=dspark", "+target=qwen3_8b", "++drafter.init=scratch", "++drafter.layers=5", "++drafter.width=7", "++prompts.limit=9")
+    header = 4_742_170_330 - 2 * (estimated.drafter.parameters + 2 * 151936 * 4096)
+    assert 6_000 < header < 8_000
+
+
+def test_gemmas_assistant_has_the_released_size():
+    text = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256, "per_layer_config": {"3": {"head_dim": 512, "num_key_value_heads": 1}}, "attention_k_eq_v": True, "rms_norm_eps": 1e-6,
+            "sliding_window": 1024, "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262144,
+            "rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}, "sliding_attention": {"rope_theta": 1e4}}}
+    shape = gemma4_assistant.read_shape({"architectures": ["Gemma4UnifiedAssistantForCausalLM"], "backbone_hidden_size": 3840, "text_config": text})
+    with torch.device("meta"):
+        drafter = AssistantConfig().build(shape, None)
+    assert sum(parameter.numel() for parameter in drafter.parameters()) == 422_856_960

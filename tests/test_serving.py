@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_drafter, tiny_config
+from conftest import make_drafter, settings_of, tiny_config
 
 import dloop_train
 from dloop_train.checkpoints.files import save_drafter
@@ -15,14 +15,18 @@ from dloop_train.targets.sources import load_target
 
 def exported(variant, target, folder, **section):
     drafter = make_drafter(variant, target)
-    save_drafter(drafter, folder, section={"threshold": -0.5, "tokens_per_stage": drafter.k, "max_stages": 4, **section}, target=target.spec, dtype=torch.float32)
+    loop = {"threshold": -0.5, "tokens_per_stage": drafter.k, "max_stages": 4, "trained_depth_exposure": 3, "state": drafter.shape.state, "slot": drafter.shape.slot}
+    save_drafter(drafter, folder, section=loop | settings_of(variant).section() | section, target=target.spec, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("variant", ["dflash-shifted", "dflash-fill_in", "eagle3-reduced", "eagle3-deepspec"])
 def test_stream_equals_plain_decoding(variant, tiny_target, tmp_path):
+    if variant.endswith("gemma4"):
+        pytest.skip("made for a Gemma 4, and refused on a Llama; the pipeline's tests serve it on its own target")
     exported(variant, tiny_target, tmp_path)
     model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")
-    assert model.gate.threshold == -0.5 and model.drafter.k == make_drafter(variant, tiny_target).k
+    ours = make_drafter(variant, tiny_target)
+    assert model.gate.threshold == -0.5 and model.drafter.k == ours.k and model.drafter.shape == ours.shape
+    assert getattr(model.drafter, "position", None) == getattr(ours, "position", None)
     target, config = load_target(tiny_config(), device="cpu"), tiny_config()
     ids = prompt_ids(target.tokenizer, [{"role": "user", "content": "hello"}], config)
     plain = decode_plain(target, ids, max_new_tokens=20)

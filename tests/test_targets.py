@@ -12,7 +12,6 @@ import torch
 from conftest import composed, make_drafter
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
 from dloop_train.data.responses import Response
@@ -34,21 +33,6 @@ GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parents[2] / "shared
 
 def config_of(name: str, **changes) -> TargetConfig:
     return build(option("target", name) | changes, TargetConfig, "target")
-
-
-class Wide:
-    """torch, but where a module casts to fp32 it casts to fp64."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
-@pytest.fixture
-def exact(monkeypatch):
-    """Qwen3.5's delta rule and its gated norm compute in fp32 whatever the model's dtype, and round differently by chunks and by tokens."""
-    monkeypatch.setattr(modeling_qwen3_5, "torch", Wide())
 
 
 @pytest.fixture(scope="module")

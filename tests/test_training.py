@@ -21,6 +21,7 @@ from dloop_train.drafters.domino import Domino
 from dloop_train.drafters.dspark import DSpark
 from dloop_train.drafters.losses import hits, over_rows
 from dloop_train.runs import read_jsonl
+from dloop_train.targets.head import TargetHead
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
 from dloop_train.training.metrics import MetricLog
 from dloop_train.training.schedule import learning_rate
@@ -217,6 +218,21 @@ def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
     assert abs(final - base) > 1e-3
     for share, until, progress, expected in ((1.0, 1.0, 0.25, 0.75), (1.0, 1.0, 1.0, 0.0), (0.8, 0.5, 0.0, 0.8), (0.8, 0.5, 0.25, 0.4), (0.8, 0.5, 0.9, 0.0)):
         assert loss(share, until, progress) == pytest.approx((1 - expected) * final + expected * base, rel=1e-12)
+
+
+def test_the_loss_in_bf16_is_that_of_fp64_but_for_rounding(unrolled):
+    """As DeepSpeed holds a drafter: parameters in bf16, buffers in fp32."""
+    make, batch, origins = unrolled
+    exact, _ = loss_and_gradients(make(), batch, origins)
+    unroll = make()
+    unroll.drafter.float()
+    for parameter in unroll.drafter.parameters():
+        parameter.data = parameter.data.bfloat16()
+    head = unroll.drafter.head
+    unroll.drafter.borrow(TargetHead(head.embed_weight.bfloat16(), head.lm_head_weight.bfloat16(), embed_scale=head.embed_scale, softcap=head.softcap))
+    rounded, gradients = loss_and_gradients(unroll, batch.to(batch.tokens.device, torch.bfloat16), origins)
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.05)
+    assert all(gradient.dtype == torch.bfloat16 and gradient.isfinite().all() for gradient in gradients.values())
 
 
 def test_a_batch_without_origins_is_zero_and_finite(unrolled):

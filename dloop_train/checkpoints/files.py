@@ -244,16 +244,21 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
 
 def fill_backbone(drafter: Drafter, folder: Path) -> None:
     """Start a block drafter's layers, fc and norms from those of another, whatever heads either has."""
-    config = read_config(folder)
-    layout = layout_of(config, folder)
-    theirs, ours = layout.read_shape(config), drafter.shape
-    differ = [f"{name}: it has {getattr(theirs, name, None)}, the drafter has {getattr(ours, name)}"
-              for name in ("layers", "taps", "alignment", "mask_token_id") if getattr(theirs, name, None) != getattr(ours, name)]
-    check(not differ, f"{folder} cannot be this drafter's backbone:\n  " + "\n  ".join(differ))
-    tensors = own_tensors(folder, layout)
+    require_backbone(drafter.shape, folder)
+    tensors = own_tensors(folder, layout_of(read_config(folder), folder))
     backbone = {name for name in drafter.state_dict() if name.split(".")[0] in ("layers", "norm", "fc", "hidden_norm")}
     heads = {name: tensor for name, tensor in drafter.state_dict().items() if name not in backbone}
     fill(drafter, heads | {name: tensor for name, tensor in tensors.items() if name in backbone}, folder)
+
+
+def require_backbone(shape: DrafterShape, folder: Path) -> None:
+    """Name everything in which the backbone of a checkpoint and that of a block drafter disagree."""
+    theirs = read_shape(folder)
+    check(len(theirs.layers) == len(shape.layers), f"{folder} cannot be this drafter's backbone: it has {len(theirs.layers)} layers, the drafter {len(shape.layers)}; "
+          f"set drafter.layers={len(theirs.layers)}")
+    differ = [f"{name}: it has {getattr(theirs, name, None)}, the drafter has {getattr(shape, name)}"
+              for name in ("layers", "taps", "alignment", "mask_token_id") if getattr(theirs, name, None) != getattr(shape, name)]
+    check(not differ, f"{folder} cannot be this drafter's backbone:\n  " + "\n  ".join(differ))
 
 
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:

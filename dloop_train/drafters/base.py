@@ -77,8 +77,8 @@ class Flops:
 class DrafterConfig:
     """A drafter: where its weights come from and how it is looped."""
 
-    init: str = "scratch"
-    """scratch, a folder, a hub id, or starter:<name> for weights that come with this package."""
+    init: str = ""
+    """scratch, a folder, a hub id, or starter:<name> for weights that come with this package. A pair's YAML names it, or the user."""
     format: str = ""
     """Public layout of a drafter from scratch; from released weights it is read from their config.json."""
     layers: int = 1
@@ -93,6 +93,10 @@ class DrafterConfig:
     family: ClassVar[str] = ""
     kind: ClassVar[str] = ""
     """block or chain: which of the target's tap lists applies. Empty for drafters that read no taps."""
+    unpaired: ClassVar[str] = "no released weights are known"
+    """Why a target may lack a pair with this family."""
+    needs: ClassVar[str] = ""
+    """What must be set beside init where there is no pair."""
 
     def __post_init__(self):
         check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
@@ -113,6 +117,10 @@ class DrafterConfig:
     def looped(self, shape: DrafterShape) -> DrafterShape:
         """A released checkpoint's shape as these settings loop it."""
         return shape
+
+    def section(self) -> dict:
+        """What of these settings an export must keep, since no public key tells it."""
+        return {}
 
     def as_exported(self, section: dict) -> "DrafterConfig":
         """These settings as the dloop section of an export's config.json changes them: its own tokens per stage and form of own states."""

@@ -59,6 +59,7 @@ class BlockConfig(DrafterConfig):
     """With init scratch: a block drafter (as init names one) whose layers, fc and norms this one starts from."""
 
     kind = "block"
+    needs = "drafter.alignment=<fill_in|shifted>"
 
     def __post_init__(self):
         super().__post_init__()

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dloop_train.config import check
 from dloop_train.drafters.block import BlockConfig, BlockDrafter, BlockShape
 from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss
+
+FORMATS = {"fill_in": "zlab_dflash", "shifted": "deepspec_dflash"}
 
 
 @dataclass(kw_only=True)
@@ -15,10 +18,12 @@ class DFlashConfig(BlockConfig):
     """DFlash, in z-lab's layout (fill_in) or DeepSpec's (shifted)."""
 
     family = "dflash"
+    unpaired = "z-lab and DeepSpec have released DFlash weights for some targets only"
 
     def __post_init__(self):
         super().__post_init__()
-        self.format = self.format or {"fill_in": "zlab_dflash", "shifted": "deepspec_dflash"}[self.alignment]
+        self.format = self.format or FORMATS[self.alignment]
+        check(self.format == FORMATS[self.alignment], f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is {FORMATS[self.alignment]}, got drafter.format={self.format!r}")
 
     def build(self, shape: BlockShape, head: TargetHead | None) -> "DFlash":
         return DFlash(shape, head, self.gamma)

@@ -43,6 +43,7 @@ class DominoConfig(BlockConfig):
     """Progress at which that weight reaches zero."""
 
     family = "domino"
+    unpaired = "Domino weights are released for Qwen3-4B and Qwen3-8B"
 
     def __post_init__(self):
         super().__post_init__()

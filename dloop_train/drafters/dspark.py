@@ -50,6 +50,8 @@ class DSparkConfig(BlockConfig):
     """Keep the confidence loss from shaping the backbone and the Markov embedding."""
 
     family = "dspark"
+    unpaired = "DSpark weights are released for Qwen3-4B, Qwen3-8B, Qwen3-14B and Gemma-4-12B"
+    needs = ""
 
     def __post_init__(self):
         super().__post_init__()

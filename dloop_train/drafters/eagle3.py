@@ -46,6 +46,7 @@ class Eagle3Config(ChainConfig):
     fc_norm: bool = False
 
     family = "eagle3"
+    unpaired = "EAGLE-3 weights fit one target each, and none are known for this one"
 
     def __post_init__(self):
         super().__post_init__()

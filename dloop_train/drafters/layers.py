@@ -154,4 +154,4 @@ class DecoderLayer(nn.Module):
             return rows + self.mlp(self.post_attention_layernorm(rows))
         rows = rows + self.post_attention_layernorm(mixed)
         rows = rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
-        return rows * self.layer_scalar
+        return rows * self.layer_scalar.to(rows.dtype)  # DeepSpeed leaves buffers in fp32

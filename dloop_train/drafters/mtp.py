@@ -34,6 +34,7 @@ class MTPConfig(ChainConfig):
     tokens_per_stage: int = 3
 
     family = "mtp"
+    unpaired = "only Qwen3.5 checkpoints carry an MTP module"
     kind = ""
 
     def __post_init__(self):

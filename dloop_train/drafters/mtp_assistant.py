@@ -1,6 +1,6 @@
 """MTP assistant: Gemma 4's chain drafter, whose queries read the target's own keys and values, frozen during a round."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ class AssistantConfig(ChainConfig):
     """Train the drafter's own embedding, which is its lm_head alone."""
 
     family = "mtp_assistant"
+    unpaired = "assistants are released for Gemma 4 alone"
     kind = ""
 
     def __post_init__(self):
@@ -70,8 +71,15 @@ class AssistantConfig(ChainConfig):
     def reads(self, taps: list[int]) -> Reads:
         return Reads(shared_kv=True, last_hidden=True)
 
+    def section(self) -> dict:
+        return {"draft_position": self.draft_position}
+
+    def as_exported(self, section: dict) -> "AssistantConfig":
+        return replace(super().as_exported(section), draft_position=section.get("draft_position", self.draft_position))
+
     def shape(self, target: TargetSpec, taps: list[int]) -> AssistantShape:
         """All but the last layer attend to the target's last sliding layer, the last one to its last full one."""
+        check(bool(target.shared_kv), f"an assistant reads the target's keys and values, and {target.name} has no layer of softmax attention; choose another drafter")
         sliding, full = target.shared_kv
         layers = (self.layer_on(target, sliding),) * (self.layers - 1) + (self.layer_on(target, full),)
         return AssistantShape(format=self.format, layers=layers, taps=(), num_target_layers=None, vocab_size=target.vocab_size,
@@ -108,6 +116,8 @@ class Assistant(ChainDrafter):
 
     def initialise(self, target: Target) -> None:
         """Its embedding starts as the target's in the D directions that tell most of it, and its states in the same directions."""
+        ours, theirs = self.shape.hidden_size, self.shape.target_hidden_size
+        check(ours <= theirs, f"an assistant from scratch starts from the target's embedding, so drafter.hidden_size may be at most {theirs}, got {ours}")
         table = target.lm_head.weight.double()
         _, directions = torch.linalg.eigh(table.T @ table)
         directions = directions[:, -self.shape.hidden_size:].to(self.embed_tokens.weight)  # [D_target, D], orthonormal

@@ -11,7 +11,7 @@ from dloop_train.checkpoints.files import SECTION, check_export, layout_modules,
 from dloop_train.config import Config
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
-from dloop_train.phases.train import make_drafter
+from dloop_train.phases.train import bare_drafter
 from dloop_train.ranks import say
 from dloop_train.targets.sources import load_spec, locate
 from dloop_train.training.engine import trained_drafter
@@ -19,7 +19,7 @@ from dloop_train.training.engine import trained_drafter
 
 def run(config: Config) -> None:
     folder = artifacts.run_folder(config)
-    drafter = make_drafter(config)
+    drafter = bare_drafter(config)
     step = trained_drafter(folder / "checkpoints", drafter)
     section = dloop_section(config, drafter, step)
     out, beside = folder / "drafter", folder / "drafter.partial"
@@ -53,7 +53,7 @@ def versions() -> dict[str, str]:
 def dloop_section(config: Config, drafter, step: int) -> dict:
     """What config.json says of loop-awareness and of where the weights come from."""
     return {"threshold": getattr(config.gate, "threshold", None), "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
-            "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot,
+            "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
             "provenance": {"versions": versions(),
                            "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init,
                            "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "step": step}}

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dloop_train.checkpoints.files import read_shape, require_fit
+from dloop_train.checkpoints.files import read_shape, require_backbone, require_fit
 from dloop_train.config import DATA, Config, TargetConfig, check
 from dloop_train.data.prompts import JsonLines, PerfectBlend
 from dloop_train.drafters.base import Drafter, linear_flops
@@ -62,6 +62,9 @@ class DrafterEstimate:
     parameters: int
     k: int
     step_flops: float
+    """Of a loop-aware step."""
+    base_step_flops: float
+    """Of a step of the base recipe, where such steps come first."""
     memory: dict[str, float]
     """Bytes per rank, by what they hold."""
 
@@ -84,6 +87,8 @@ class Estimate:
     cache_flops: float | None
     ranks: int
     steps: int | None
+    base_steps: int
+    """Of these, the first ones follow the base recipe."""
     stages: float
     """Backbone stages of a branch, on average."""
     logit_passes: float
@@ -123,7 +128,8 @@ def estimate(config: Config) -> Estimate:
         free_bytes=shutil.disk_usage(existing_parent(config.root)).free,
         generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens if counted else None,
         cache_flops=backbone * counted.stored_tokens if counted else None, ranks=ranks,
-        steps=Plan((0,) * counted.samples, config.train).steps if counted else None, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
+        steps=Plan((0,) * counted.samples, config.train).steps if counted else None,
+        base_steps=Plan((0,) * counted.samples, config.train).base_steps if counted else 0, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
         drafter=drafter_estimate(drafter, config, terms, spec, mean_length, ranks) if drafter and counted else None,
         rates={dtype: measure_rate(dtype) for dtype in sorted({config.target.dtype, config.train.precision})},
         warnings=warnings_of(config, drafter, spec, taps, ranks))
@@ -157,9 +163,8 @@ def cached_folder(repository: str, revision: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None  # it may also say "known not to exist"
 
 
-def local_drafter(config: Config) -> Path | None:
-    """The folder that drafter.init names, if it is on this machine."""
-    init = config.drafter.init
+def local_drafter(config: Config, init: str) -> Path | None:
+    """The folder that drafter.init or drafter.backbone names, if it is on this machine."""
     if init.startswith("starter:"):
         folder = DATA / "starters" / init.removeprefix("starter:")
         return folder if (folder / "config.json").is_file() else None
@@ -171,9 +176,11 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
     """The drafter's modules without memory; None where its checkpoint is not on this machine."""
     settings = config.drafter
     if settings.init == "scratch":
-        shape = settings.shape(spec, taps)
+        shape, backbone = settings.shape(spec, taps), getattr(settings, "backbone", "")
+        if backbone and (folder := local_drafter(config, backbone)) is not None:
+            require_backbone(shape, folder)
     else:
-        folder = local_drafter(config)
+        folder = local_drafter(config, settings.init)
         if folder is None:
             return None
         shape = settings.looped(read_shape(folder)).on(spec, taps)
@@ -243,11 +250,15 @@ def depths_of(terms: Terms) -> list[int]:
 def drafter_estimate(drafter: Drafter, config: Config, terms: Terms, spec: TargetSpec, length: float, ranks: int) -> DrafterEstimate:
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     rows = min(config.train.loss_rows, config.train.micro_batch_size * config.train.origins * drafter.k)
-    memory = state_bytes(parameters, precision=config.train.precision, stage=config.deepspeed.stage, offload=config.deepspeed.offload, ranks=ranks)
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    memory = state_bytes(trained, precision=config.train.precision, stage=config.deepspeed.stage, offload=config.deepspeed.offload, ranks=ranks)
     element = as_dtype(config.train.precision).itemsize
+    if trained < parameters:
+        memory["frozen weights"] = (parameters - trained) * element
     memory |= {"target head": 2 * spec.vocab_size * spec.hidden_size * element, "logits": rows * draft_vocabulary(drafter) * 4}
-    flops = step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=terms)
-    return DrafterEstimate(parameters, drafter.k, flops, memory)
+    flops, base = (step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=recipe)
+                   for recipe in (terms, Terms(0)))
+    return DrafterEstimate(parameters, drafter.k, flops, base, memory)
 
 
 def draft_vocabulary(drafter: Drafter) -> int:
@@ -408,7 +419,8 @@ def data_rows(estimated: Estimate) -> list[list[str]]:
 
 def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     drafter, train = estimated.drafter, config.train
-    rows = [["steps", "unknown" if estimated.steps is None else f"{estimated.steps:,} of {train.batch_size} sequences"],
+    rows = [["steps", "unknown" if estimated.steps is None else f"{estimated.steps:,} of {train.batch_size} sequences"
+             + (f", the first {estimated.base_steps:,} by the base recipe" if estimated.base_steps else "")],
             ["a branch, on average", f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes (train.depth_exposure={train.depth_exposure})"],
             ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"]]
     if drafter is None:
@@ -427,7 +439,7 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     bound = "" if measured else "at most "
     states = {line.name: line.state for line in estimated.phases}
     work = [("generate", estimated.generate_flops, one), ("cache", estimated.cache_flops, one),
-            ("one training step", drafter and drafter.step_flops, train), ("train", drafter and drafter.step_flops * steps, train)]
+            ("one training step", drafter and drafter.step_flops, train), ("train", drafter and drafter.step_flops * (steps - estimated.base_steps) + drafter.base_step_flops * estimated.base_steps, train)]
     rows = [[name, "unknown", ""] if flops is None else
             [name, f"{bound}{flops:.2e} FLOPs", "done" if states.get(name) == "complete" else f"{'' if measured else 'up to '}about {duration(flops / (rate * UTILISATION))}"]
             for name, flops, rate in work]

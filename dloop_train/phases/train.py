@@ -67,13 +67,16 @@ def finished(config: Config) -> bool:
 
 def make_drafter(config: Config) -> Drafter:
     """The drafter that training starts from."""
-    spec = load_spec(config.target)
-    head = load_head(config.target)
-    drafter = create_drafter(config.drafter, spec, head, artifacts.taps(config))
+    drafter = bare_drafter(config)
     if config.drafter.init == "scratch":
         torch.manual_seed(config.train.seed)
         initialise(drafter, config)
     return drafter
+
+
+def bare_drafter(config: Config) -> Drafter:
+    """A drafter that waits for weights, or that has its released ones."""
+    return create_drafter(config.drafter, load_spec(config.target), load_head(config.target), artifacts.taps(config))
 
 
 def initialise(drafter: Drafter, config: Config) -> None:

@@ -30,6 +30,15 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def most_over_ranks(count: int) -> int:
+    """The largest of all ranks' counts."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return count
+    most = torch.tensor(count, device=torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
 def barrier() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

@@ -51,7 +51,7 @@ def load(folder: str | Path, target: str | TargetConfig, *, device: str | None =
     section = read_config(folder).get(SECTION)
     check(threshold is not None or (section or {}).get("threshold") is not None, f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
     section = section or {}
-    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype), taps=read_shape(folder).on(model.spec, ()).taps).to(model.device).eval()
+    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype), target=model.spec).to(model.device).eval()
     gate = DLoop(threshold=section["threshold"] if threshold is None else threshold, max_stages=section.get("max_stages", 16), temperature=section.get("temperature", 1.0))
     return LoopedModel(model, drafter, gate, config)
 
@@ -60,6 +60,6 @@ def settings_for(folder: Path, section: dict) -> DrafterConfig:
     """Settings of the family that a checkpoint belongs to, as its own conf YAML gives them."""
     family = layout_of(read_config(folder), folder).FAMILY
     values, shape = option("drafter", family), read_shape(folder)
-    if hasattr(shape, "alignment"):
+    if shape.alignment:
         values |= {"alignment": shape.alignment, "state": shape.state, "slot": shape.slot}
     return build(values, DrafterConfig, "drafter").as_exported(section)

@@ -420,7 +420,7 @@ def plain_correction(drafter, normed, anchor, said):
 def plain_head(drafter, rows, anchor, said):
     """Logits [k, V] and confidence [k] of a stage's final states [W, D] that says these tokens."""
     w, shape, first = drafter.state_dict(), drafter.shape, drafter.shape.layers[0]
-    if hasattr(shape, "alignment"):
+    if shape.alignment:
         rows = rows[1:1 + drafter.k] if shape.alignment == "fill_in" else rows[:drafter.k]
     normed = rms(rows, first.rms_norm_eps, gain(w, "norm", first))
     logits = normed @ w.get("lm_head.weight", w.get("embed_tokens.weight", drafter.head.lm_head_weight)).T
@@ -499,7 +499,7 @@ def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
     assert_heads_equal(drafter, tokens, features, 6)
     save_drafter(drafter, tmp_path, section={"state": shape.state, "slot": shape.slot}, target=None, dtype=torch.float64)
     settings = settings_of(variant)
-    settings = replace(settings, alignment=shape.alignment) if hasattr(shape, "alignment") else settings
+    settings = replace(settings, alignment=shape.alignment) if shape.alignment else settings
     again = load_drafter(tmp_path, settings, drafter.head, dtype=torch.float64)
     assert again.shape == shape and all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 

@@ -208,7 +208,7 @@ def test_save_back(folder, tmp_path):
     """A public checkpoint written back holds the same tensors and a config that reads the same."""
     place, name = drafter_folder(folder), layout_name(folder)
     shape, module = read_shape(place), layout_modules()[name]
-    family = build(option("drafter", module.FAMILY) | ({"alignment": shape.alignment} if hasattr(shape, "alignment") else {}), DrafterConfig)
+    family = build(option("drafter", module.FAMILY) | ({"alignment": shape.alignment} if shape.alignment else {}), DrafterConfig)
     drafter = load_drafter(place, family, None)
     save_drafter(drafter, tmp_path, section={}, target=None, dtype=torch.float32)
     before, after = (read_tensors(where, getattr(module, "PREFIX", "")) for where in (place, tmp_path))

@@ -20,8 +20,8 @@ def exported(variant, target, folder, **section):
 
 
 def test_stream_equals_plain_decoding(variant, tiny_target, tmp_path):
-    if variant.endswith("gemma4"):
-        pytest.skip("made for a Gemma 4, and refused on a Llama; the pipeline's tests serve it on its own target")
+    if variant.endswith("gemma4") or variant == "mtp_assistant-bonus":
+        pytest.skip("made for a target with Gemma's scales or windows, and refused on a Llama; the pipeline's tests serve such on their own")
     exported(variant, tiny_target, tmp_path)
     model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")
     ours = make_drafter(variant, tiny_target)

@@ -10,7 +10,7 @@ import torch
 from dloop_train import config as settings
 from dloop_train.decoding import statistics
 from dloop_train.decoding.replay import judge
-from dloop_train.decoding.rules import Match
+from dloop_train.decoding.rules import GREEDY, Match
 from dloop_train.drafters.base import DrafterConfig
 from dloop_train.phases import artifacts, report
 from dloop_train.phases.replaying import next_stage_tokens
@@ -175,7 +175,7 @@ def tiny(tmp_path):
     listed = []
     for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):
         listed.append({"label": label, "drafter": drafter, "gated": threshold is not None, "threshold": threshold, "k": K,
-                       "rounds": f"rounds/{number}.jsonl"})
+                       "rounds": f"rounds/{number}.jsonl", "gate_temperature": None if threshold is None else 1.0, **GREEDY.row()})
         rows = [row(name, rounds, seconds=seconds, tokens=12, category=category) for name, category in (("a", "chat"), ("b", "math"))]
         write_jsonl(folder / f"evaluation/rounds/{number}.jsonl", rows)
     write_atomic(folder / "evaluation/settings.json", json.dumps(listed))

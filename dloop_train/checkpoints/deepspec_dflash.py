@@ -3,12 +3,10 @@
 from dloop_train.checkpoints.parts import (
     anchor_slot,
     block_fields,
-    causal_key,
     deepspec_architecture,
-    deepspec_name,
+    deepspec_block_keys,
     deepspec_sections,
     same_names,
-    shared_keys,
 )
 from dloop_train.drafters.block import BlockShape
 
@@ -28,9 +26,7 @@ def read_shape(config: dict) -> BlockShape:
 
 
 def write_config(shape: BlockShape) -> dict:
-    return {"architectures": [deepspec_name(shape, "DSparkModel")], "block_size": shape.width, "target_layer_ids": list(shape.taps),
-            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": shape.alignment == "shifted", "markov_rank": 0,
-            "enable_confidence_head": False, **causal_key(shape), **shared_keys(shape)}
+    return deepspec_block_keys(shape) | {"markov_rank": 0, "enable_confidence_head": False}
 
 
 from_public = to_public = same_names

@@ -3,13 +3,11 @@
 from dloop_train.checkpoints.parts import (
     anchor_slot,
     block_fields,
-    causal_key,
     deepspec_architecture,
-    deepspec_name,
+    deepspec_block_keys,
     deepspec_sections,
     one_of,
     same_names,
-    shared_keys,
 )
 from dloop_train.drafters.dspark import DSparkShape
 
@@ -33,10 +31,8 @@ def read_shape(config: dict) -> DSparkShape:
 
 def write_config(shape: DSparkShape) -> dict:
     """The head's keys stand at the top level, where both engines look for them."""
-    return {"architectures": [deepspec_name(shape, "DSparkModel")], "block_size": shape.width, "target_layer_ids": list(shape.taps),
-            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": shape.alignment == "shifted",
-            "markov_rank": shape.markov_rank, "markov_head_type": shape.markov_head_type, "enable_confidence_head": shape.confidence,
-            "confidence_head_with_markov": shape.confidence_with_markov, **causal_key(shape), **shared_keys(shape)}
+    return deepspec_block_keys(shape) | {"markov_rank": shape.markov_rank, "markov_head_type": shape.markov_head_type, "enable_confidence_head": shape.confidence,
+                                         "confidence_head_with_markov": shape.confidence_with_markov}
 
 
 from_public = to_public = same_names

@@ -7,7 +7,6 @@ import pickle
 import pkgutil
 import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -117,16 +116,20 @@ def read_shape(folder: Path, config: dict | None = None) -> DrafterShape:
 
 
 def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None, *, dtype: torch.dtype = torch.float32,
-                 taps: Sequence[int] = ()) -> Drafter:
-    """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it."""
+                 target: TargetSpec | None = None, taps: Sequence[int] = ()) -> Drafter:
+    """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it.
+
+    With a target, everything that the file says of its own target must be true of this one; `taps` are the run's, where it has some.
+    """
     config = read_config(folder)
     layout = layout_of(config, folder)
     require_family(layout, settings, folder)
     shape = layout.read_shape(config)
     require_alignment(shape, settings, folder)
+    if target is not None:
+        shape = shape.on(target, taps)
+        require_fit(shape, target, taps or shape.taps, folder)
     shape = looped_as(shape, settings, config, folder)
-    if not shape.taps and taps:
-        shape = replace(shape, taps=tuple(taps))
     own = own_tensors(folder, layout)
     copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
     drafter = settings.build(shape, merge_heads(copies, head, shape.head_scales, folder, dtype))
@@ -145,8 +148,8 @@ def own_tensors(folder: Path, layout: ModuleType) -> dict[str, Tensor]:
 
 
 def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path) -> None:
-    wanted, found = getattr(settings, "alignment", None), getattr(shape, "alignment", None)
-    check(wanted in (None, "", found), f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}")
+    wanted, found = settings.alignment, shape.alignment
+    check(wanted in ("", found), f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}")
 
 
 def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
@@ -233,13 +236,10 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
     if settings.init == "scratch":
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
-    require_family(layout_of(read_config(folder), folder), settings, folder)
-    shape = read_shape(folder).on(target, taps)
-    require_fit(shape, target, taps, folder)
-    looped = settings.looped(shape)
-    if getattr(looped, "width", None) != getattr(shape, "width", None):
-        say(f"{folder}: a block of {shape.width} slots, looped with drafter.width={looped.width}")
-    return load_drafter(folder, settings, head, dtype=dtype, taps=shape.taps)
+    drafter, own = load_drafter(folder, settings, head, dtype=dtype, target=target, taps=taps), read_shape(folder)
+    if getattr(drafter.shape, "width", None) != getattr(own, "width", None):
+        say(f"{folder}: a block of {own.width} slots, looped with drafter.width={drafter.shape.width}")
+    return drafter
 
 
 def fill_backbone(drafter: Drafter, folder: Path) -> None:
@@ -261,7 +261,7 @@ def require_backbone(shape: DrafterShape, folder: Path) -> None:
     check(not differ, f"{folder} cannot be this drafter's backbone:\n  " + "\n  ".join(differ))
 
 
-def require_fit(shape: DrafterShape, target: TargetSpec, taps: list[int], folder: Path) -> None:
+def require_fit(shape: DrafterShape, target: TargetSpec, taps: Sequence[int], folder: Path) -> None:
     """Name everything in which a checkpoint and the target disagree."""
     differ = [f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
               for name, value in shape.facts_of(target, taps).items() if getattr(shape, name) != value]

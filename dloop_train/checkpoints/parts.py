@@ -64,6 +64,13 @@ def shared_keys(shape: DrafterShape) -> dict:
             "tie_word_embeddings": False, **public_sizes(shape.layers), **({"final_logit_softcapping": shape.head_scales[1]} if gemma4 else {})}
 
 
+def deepspec_block_keys(shape) -> dict:
+    """What DeepSpec's block drafters write beside their heads' keys."""
+    return {"architectures": [deepspec_name(shape, "DSparkModel")], "block_size": shape.width, "target_layer_ids": list(shape.taps),
+            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": shape.alignment == "shifted",
+            **causal_key(shape), **shared_keys(shape)}
+
+
 def causal_key(shape: DrafterShape) -> dict:
     """is_causal, where the layers are not causal as usual (sliding ones are, full ones are not)."""
     unusual = any(layer.causal != (layer.window is not None) for layer in shape.layers)

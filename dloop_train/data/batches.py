@@ -17,7 +17,7 @@ class TextBatch:
     ids: tuple[str, ...]
     tokens: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool
-    features: Tensor  # [B, T, L*D]
+    features: Tensor  # [B, T, F]
     last_hidden: Tensor  # [B, T, D]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TextBatch":

@@ -1,5 +1,6 @@
 """Drafter: a model that drafts ahead of a frozen target. Training and decoding run the same two methods, begin and stage."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -34,7 +35,10 @@ class DrafterShape:
     vocab_size: int
     target_hidden_size: int
     state: str = "context_norm"
+    """Form of own states in later stages."""
     slot: str = "own"
+    alignment: ClassVar[str] = ""
+    """Block drafters: which token a slot predicts."""
     head_scales: tuple[float, float | None] | None = None
     """Scale of the target's embeddings and softcap of its logits, where a file says them."""
 
@@ -84,23 +88,21 @@ class DrafterConfig:
     layers: int = 1
     taps: list[int] = field(default_factory=list)
     """Tapped target layers; empty takes the target's list for this kind."""
-    state: str = "context_norm"
-    """Form of own states in later stages: context_norm | post_norm | raw (DESIGN: extra stage)."""
-    slot: str = "own"
-    """Fill-in blocks: which slots' states stand at the positions of a stage, own | next."""
     revision: str = "main"
 
     family: ClassVar[str] = ""
     kind: ClassVar[str] = ""
     """block or chain: which of the target's tap lists applies. Empty for drafters that read no taps."""
+    alignment: ClassVar[str] = ""
+    """Block drafters: which token a slot predicts."""
+    backbone: ClassVar[str] = ""
+    """Block drafters: whose layers a drafter from scratch starts from."""
     unpaired: ClassVar[str] = "no released weights are known"
     """Why a target may lack a pair with this family."""
     needs: ClassVar[str] = ""
     """What must be set beside init where there is no pair."""
 
     def __post_init__(self):
-        check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
-        check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
         check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")
 
     def reads(self, taps: list[int]) -> Reads:
@@ -205,6 +207,13 @@ class Drafter(nn.Module):
     def confidence(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor | None:
         """A learned acceptance estimate [B, N, k], where a family has one."""
         return None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings in the drafter's dtype. [...] -> [..., D]"""
+        return self.head.embed(tokens).to(self.norm.weight.dtype)
+
+    def start_vocabulary(self, counts: Counter[int], lm_head: Tensor) -> None:
+        """A vocabulary of the drafter's own starts as the target's; `counts` says how often responses hold a token."""
 
     def initialise(self, target: Target) -> None:
         """What of a drafter from scratch the target's last layers do not give; called without gradients."""

@@ -55,6 +55,10 @@ class BlockConfig(DrafterConfig):
     """fill_in or shifted. Required: nothing else tells them apart, and the wrong one only costs acceptance."""
     gamma: float = 4.0
     """Slot weights exp(-j / gamma)."""
+    state: str = "context_norm"
+    """Form of own states in later stages: context_norm | post_norm | raw (DESIGN: extra stage)."""
+    slot: str = "own"
+    """Fill-in blocks: which slots' states stand at the positions of a stage, own | next."""
     backbone: str = ""
     """With init scratch: a block drafter (as init names one) whose layers, fc and norms this one starts from."""
 
@@ -63,9 +67,17 @@ class BlockConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
+        check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
+        check(not self.backbone or self.init in ("", "scratch"), f"drafter.backbone is for drafters from scratch, drafter.init says {self.init}; leave one of them out")
         check(self.alignment in ALIGNMENTS, f"drafter.alignment is required: one of {ALIGNMENTS}, got {self.alignment!r}")
         check(self.width == 0 or self.width >= 2, f"drafter.width must be at least 2, or 0 for the checkpoint's own, got {self.width}")
         check(self.gamma > 0, f"drafter.gamma must be positive, got {self.gamma}")
+
+    @property
+    def follows_target(self) -> bool:
+        """Whether a drafter of a Gemma 4 target has Gemma 4's layers; the public layouts decide. All others have Qwen3's."""
+        return False
 
     def looped(self, shape: BlockShape) -> BlockShape:
         return replace(shape, state=self.state, slot=self.slot, width=self.width or shape.width)
@@ -78,8 +90,8 @@ class BlockConfig(DrafterConfig):
         return BlockShape(**self.shape_fields(target, taps))
 
     def shape_fields(self, target: TargetSpec, taps: list[int]) -> dict:
-        """What all block drafters from scratch have in common. DeepSpec's layouts have the target's own layers, the others Qwen3's."""
-        native = self.format.startswith("deepspec") and architecture_of(target.text_config) == "gemma4"
+        """What all block drafters from scratch have in common."""
+        native = self.follows_target and architecture_of(target.text_config) == "gemma4"
         return dict(format=self.format, layers=layers_for(target.text_config, "gemma4" if native else "qwen3", self.layers), taps=tuple(taps),
                     num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, width=self.width or 8,
                     alignment=self.alignment, mask_token_id=target.mask_token_id, state=self.state, slot=self.slot,
@@ -128,13 +140,16 @@ class BlockDrafter(Drafter):
         slots = torch.full((*anchors.shape, width), self.shape.mask_token_id, device=anchors.device)
         slots[..., 0] = anchors
         positions = state.position[..., None] + torch.arange(width, device=anchors.device)  # [B, N, W]
-        rows = self.head.embed(slots).to(self.norm.weight.dtype)
+        rows = self.embed(slots)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(rows)
             block = layer.self_attn.project(normed, positions)
             own = block if state.own is None else append((state.own[index],), (block,), dim=2)[0]
             rows = layer.finish(rows, layer.self_attn(normed, positions, state.context[index], own, state.origin))
         return DraftStage(rows, self.predicts, replace(state, position=state.position + self.k, hidden=rows))
+
+    def start_head(self) -> None:
+        """Initialise what stands beside a backbone that has learnt already; called without gradients."""
 
     def initialise(self, target: Target) -> None:
         """The fused features start as the output of the deepest tap, behind the norm of the first copied layer."""

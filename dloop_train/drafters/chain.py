@@ -82,9 +82,6 @@ class ChainDrafter(Drafter):
 
     # What all share
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.head.embed(tokens).to(self.norm.weight.dtype)
-
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
 

@@ -25,6 +25,10 @@ class DFlashConfig(BlockConfig):
         self.format = self.format or FORMATS[self.alignment]
         check(self.format == FORMATS[self.alignment], f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is {FORMATS[self.alignment]}, got drafter.format={self.format!r}")
 
+    @property
+    def follows_target(self) -> bool:
+        return self.alignment == "shifted"  # DeepSpec's layout
+
     def build(self, shape: BlockShape, head: TargetHead | None) -> "DFlash":
         return DFlash(shape, head, self.gamma)
 

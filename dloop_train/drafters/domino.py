@@ -53,6 +53,9 @@ class DominoConfig(BlockConfig):
         check(self.num_draft_tokens >= 0, f"drafter.num_draft_tokens must not be negative, got {self.num_draft_tokens}")
 
     def looped(self, shape: DominoShape) -> DominoShape:
+        looped = super().looped(shape)
+        most = replace(looped, num_draft_tokens=None).k
+        check(self.num_draft_tokens <= most, f"drafter.num_draft_tokens is {self.num_draft_tokens}, a block of {looped.width} slots drafts at most {most}")
         return replace(super().looped(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens)
 
     def as_exported(self, section: dict) -> "DominoConfig":
@@ -102,9 +105,6 @@ class Domino(TokenHeadDrafter):
 
     def expand(self, codes: Tensor) -> Tensor:
         return self.embed_proj[2](codes)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.head.embed(tokens).to(self.norm.weight.dtype)
 
     def start_head(self) -> None:
         """Corrections start at nothing."""

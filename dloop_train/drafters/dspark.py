@@ -61,6 +61,10 @@ class DSparkConfig(BlockConfig):
         negative = [name for name in ("ce_weight", "l1_weight", "confidence_weight") if getattr(self, name) < 0]
         check(not negative, f"drafter.{negative} must not be negative")
 
+    @property
+    def follows_target(self) -> bool:
+        return True
+
     def shape(self, target: TargetSpec, taps: list[int]) -> DSparkShape:
         return DSparkShape(**self.shape_fields(target, taps), markov_rank=self.markov_rank, markov_head_type=self.markov_head_type,
                            confidence=self.confidence, confidence_with_markov=self.confidence_with_markov)

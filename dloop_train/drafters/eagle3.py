@@ -1,5 +1,6 @@
 """EAGLE-3: a one-layer chain drafter, with a Llama layer (SpecForge's layout) or the target's own kind of layer (DeepSpec's)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,8 @@ class Eagle3Config(ChainConfig):
         super().__post_init__()
         self.format = self.format or "specforge_eagle3"
         check(self.format in FORMATS, f"drafter.format of eagle3 must be one of {FORMATS}, got {self.format!r}")
+        check(self.format == "specforge_eagle3" or not (self.draft_vocab_size or self.fc_norm),
+              f"drafter.draft_vocab_size and drafter.fc_norm belong to specforge_eagle3; the layout {self.format} has neither, leave them out")
         check(self.layers == 1, f"eagle3 drafters have one layer, got drafter.layers={self.layers}")
 
     def shape(self, target: TargetSpec, taps: list[int]) -> Eagle3Shape:
@@ -104,6 +107,16 @@ class Eagle3(OwnKeysChain):
         if self.shape.target_hidden_size == width:
             self.fc.weight.zero_()
             self.fc.weight[:, -width:] = torch.eye(width)
+
+    def start_vocabulary(self, counts: Counter[int], lm_head: Tensor) -> None:
+        """The draft vocabulary is the most frequent response tokens; its rows start as the target's."""
+        if self.d2t is not None:
+            frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+            unheard = [token for token in range(self.shape.vocab_size) if token not in counts]
+            self.keep_tokens(torch.tensor(sorted((frequent + unheard)[:self.shape.draft_vocab_size])))
+        if self.lm_head is not None:
+            kept = self.kept_ids()
+            self.lm_head.weight.copy_(lm_head if kept is None else lm_head[kept])
 
     def project_features(self, features: Tensor) -> Tensor:
         if self.fc_norm is not None:

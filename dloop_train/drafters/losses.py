@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dloop_train.ranks import most_over_ranks
 from dloop_train.types import Labels, StageLoss
 
 
@@ -36,12 +37,13 @@ def over_rows(function: Callable, hidden: Tensor, others: tuple[Tensor, ...], ch
     """(sum of losses, sum of metrics) of function(hidden rows, *other rows) in chunks of rows.
 
     `frozen` says that the function has no trainable parameter of its own: then nothing is recomputed in the backward pass.
-    Otherwise each chunk is checkpointed.
+    Otherwise each chunk is checkpointed, and all ranks run as many chunks, empty ones at the end: under ZeRO-3 each of them gathers weights.
     """
     if frozen and torch.is_grad_enabled() and hidden.requires_grad:
         return _GradientInForward.apply(function, hidden, chunk, *others)
     total, metrics = None, None
-    for start in range(0, max(len(hidden), 1), chunk):
+    chunks = most_over_ranks(max(-(-len(hidden) // chunk), 1))
+    for start in range(0, chunks * chunk, chunk):
         rows = [tensor[start:start + chunk] for tensor in (hidden, *others)]
         loss, measured = checkpoint(function, *rows, use_reentrant=False) if torch.is_grad_enabled() else function(*rows)
         total = loss if total is None else total + loss

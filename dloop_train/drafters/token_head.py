@@ -43,10 +43,6 @@ class TokenHeadDrafter(BlockDrafter):
         """Codes to corrections of the logits. [..., r] -> [..., V]"""
         raise NotImplementedError
 
-    def start_head(self) -> None:
-        """Initialise the head beside a backbone that has learnt already; called without gradients."""
-        raise NotImplementedError
-
     # What all share
 
     def initialise(self, target: Target) -> None:

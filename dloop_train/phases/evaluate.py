@@ -89,7 +89,7 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
     check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
     weights = {label: weights_digest(path) for label, path in folders.items()}
     sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
-    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "drafter": asdict(config.drafter), "responses": artifacts.responses(config).key,
+    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter), "responses": artifacts.responses(config).key,
                                 "settings": [[s.label, repr(s.gate)] for s in settings], **sampled})}
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
@@ -101,7 +101,7 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
 
 def load_for(target: Target, folder: Path, config: Config) -> Drafter:
     settings = config.drafter.as_exported(read_config(folder).get(SECTION, {}))  # each row of the table with its own k
-    drafter = load_drafter(folder, settings, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), taps=artifacts.taps(config))
+    drafter = load_drafter(folder, settings, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), target=target.spec, taps=artifacts.taps(config))
     return drafter.to(target.device).eval()
 
 

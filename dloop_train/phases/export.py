@@ -55,5 +55,5 @@ def dloop_section(config: Config, drafter, step: int) -> dict:
     return {"threshold": getattr(config.gate, "threshold", None), "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
             "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
             "provenance": {"versions": versions(),
-                           "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init,
+                           "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init, "backbone": config.drafter.backbone,
                            "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "step": step}}

@@ -176,7 +176,7 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
     """The drafter's modules without memory; None where its checkpoint is not on this machine."""
     settings = config.drafter
     if settings.init == "scratch":
-        shape, backbone = settings.shape(spec, taps), getattr(settings, "backbone", "")
+        shape, backbone = settings.shape(spec, taps), settings.backbone
         if backbone and (folder := local_drafter(config, backbone)) is not None:
             require_backbone(shape, folder)
     else:

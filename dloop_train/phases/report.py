@@ -97,8 +97,7 @@ def wandb_summary(report: dict) -> dict[str, float]:
 
 def read_results(folder: Path) -> Results:
     evaluation = folder / "evaluation"
-    unnamed = GREEDY.row() | {"gate_temperature": None}  # evaluations from before there were rules
-    settings = [unnamed | setting for setting in json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))]
+    settings = json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))
     check(len(settings) >= 2 and settings[0]["drafter"] is None and settings[1]["drafter"] is not None,
           f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; rerun phases=[evaluate]")
     rows = {setting["label"]: read_jsonl(required(evaluation / setting["rounds"])) for setting in settings}

@@ -47,7 +47,7 @@ def settings_of(config: Config) -> dict:
     for free in ("save_every", "keep", "log_every", "validate_every", "validate_prompts", "processes", "threads", "loss_rows"):
         train.pop(free)
     drafter = {key: value for key, value in asdict(config.drafter).items()} | {"family": config.drafter.family}
-    return {"features": artifacts.features(config).key, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
+    return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
 
 
 def require_settings(config: Config, folder: Path) -> None:
@@ -67,9 +67,9 @@ def finished(config: Config) -> bool:
 
 def make_drafter(config: Config) -> Drafter:
     """The drafter that training starts from."""
+    torch.manual_seed(config.train.seed)  # parts that no weights are given to start at random
     drafter = bare_drafter(config)
     if config.drafter.init == "scratch":
-        torch.manual_seed(config.train.seed)
         initialise(drafter, config)
     return drafter
 
@@ -81,9 +81,8 @@ def bare_drafter(config: Config) -> Drafter:
 
 def initialise(drafter: Drafter, config: Config) -> None:
     """The weights of a drafter from scratch: another's backbone, or the target's last layers."""
-    backbone = getattr(config.drafter, "backbone", "")
-    if backbone:
-        fill_backbone(drafter, locate_drafter(backbone, config.drafter.revision))
+    if config.drafter.backbone:
+        fill_backbone(drafter, locate_drafter(config.drafter.backbone, config.drafter.revision))
         with torch.no_grad():
             drafter.start_head()
         return

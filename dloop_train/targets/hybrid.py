@@ -45,6 +45,8 @@ class Inputs:
 class HybridTarget(Target):
     """A target that mixes linear with full attention. A draft is a chain here: the state has no room for the branches of a tree."""
 
+    norm_centre = 1.0
+
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         super().__init__(model, tokenizer, spec)
         kinds = model.config.get_text_config().layer_types

@@ -38,6 +38,9 @@ class Tapped:
 class Target:
     """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec. Other attention: hybrid.py, gemma4.py."""
 
+    norm_centre = 0.0
+    """What the model's norms add to their weights."""
+
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         require_one_device(model, spec.name)
         self.model = model.eval().requires_grad_(False)
@@ -51,11 +54,6 @@ class Target:
         self._tapped = Tapped()
         for index, layer in enumerate(self.backbone.layers):
             layer.register_forward_hook(self._tapped.recorder(index))
-
-    @property
-    def norm_centre(self) -> float:
-        """What the model's norms add to their weights."""
-        return 1.0 if self.spec.text_config["model_type"].startswith("qwen3_5") else 0.0
 
     @property
     def device(self) -> torch.device:

@@ -59,8 +59,8 @@ class Plan:
         return learning_rate(step - self.base_steps, self.steps - self.base_steps, self.settings.lr, self.settings.warmup)
 
     def progress(self, step: int) -> float:
-        """How far the recipe of this step has come, in [0, 1)."""
-        return step / self.base_steps if step < self.base_steps else (step - self.base_steps) / (self.steps - self.base_steps)
+        """How far the released objective has come, in [0, 1]: base steps bring it to its end, without them all steps do."""
+        return min(step / (self.base_steps or self.steps), 1.0)
 
     @property
     def micro_batches(self) -> int:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dloop_train.config import TargetConfig
 from dloop_train.data.responses import Response
@@ -29,8 +29,7 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
                 start_head_norms(layer, query, key)
         copy_gain(drafter.norm, model.backbone.norm, model.norm_centre)
         drafter.initialise(model)
-        if hasattr(drafter, "keep_tokens"):
-            initialise_vocabulary(drafter, model.lm_head.weight, responses)
+        drafter.start_vocabulary(Counter(token for response in responses for token in response.response_ids), model.lm_head.weight)
 
 
 def layers_like(ours: DecoderLayer, model: Target) -> list[nn.Module]:
@@ -109,18 +108,3 @@ def head_sizes(model: Target, layers: list[nn.Module], texts: list[list[int]]) -
     for handle in handles:
         handle.remove()
     return [(query, key) for query, key in seen]
-
-
-def initialise_vocabulary(drafter, lm_head: Tensor, responses: list[Response]) -> None:
-    """The draft vocabulary is the most frequent response tokens; its rows start as the target's."""
-    size = drafter.shape.draft_vocab_size
-    if drafter.d2t is not None:
-        counts = Counter(token for response in responses for token in response.response_ids)
-        frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:size]
-        rest = (token for token in range(drafter.shape.vocab_size) if token not in counts)
-        while len(frequent) < size:
-            frequent.append(next(rest))
-        drafter.keep_tokens(torch.tensor(sorted(frequent)))
-    if drafter.lm_head is not None:
-        kept = drafter.kept_ids()
-        drafter.lm_head.weight.copy_(lm_head if kept is None else lm_head[kept])

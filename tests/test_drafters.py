@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TAPS, VARIANTS, make_drafter, settings_of, shape_of
+from conftest import VARIANTS, make_drafter, settings_of, shape_of
 
 from dloop_train.checkpoints.files import load_drafter, save_drafter
 from dloop_train.config import CONF
@@ -512,8 +512,3 @@ def test_ids_of_the_draft_vocabulary_are_those_kept_of_the_targets(drafter):
     assert torch.equal(drafter.token_ids(rows), kept) and torch.equal(drafter.token_ids(rows.flip(0)), kept.flip(0))
     if reduced:
         assert torch.equal(drafter.kept_ids(), kept) and torch.equal(drafter.t2d.nonzero()[:, 0], kept)
-
-
-def test_taps_used(drafter):
-    assert list(drafter.shape.taps) in (TAPS, [])
-    assert drafter.shape.reads.taps == drafter.shape.taps

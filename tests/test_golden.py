@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dloop_train.drafters.dflash import DFlashConfig
 from dloop_train.drafters.domino import DominoConfig
 from dloop_train.drafters.dspark import DSparkConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
+from dloop_train.drafters.layers import Attention
 from dloop_train.drafters.mtp import MTPConfig
 from dloop_train.drafters.mtp_assistant import POSITIONS, AssistantConfig
 from dloop_train.targets.head import TargetHead
@@ -44,6 +46,36 @@ def layout_name(folder):
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_golden(folder):
     CHECKS[layout_name(folder)](folder, load_file(folder / "io.safetensors"))
+
+
+NORMS = {"mtp": "pre_fc_norm_hidden", "mtp_assistant": "layers.0.input_layernorm", "eagle3": "layers.0.hidden_norm"}
+JOINTS = {"mtp_assistant": "pre_projection"}
+"""Where a family's norm and its concatenation stand that are not a block drafter's hidden_norm and fc."""
+
+
+@pytest.mark.skipif(not FOLDERS, reason=f"no golden folders in {GOLDEN}; set DLOOP_GOLDEN")
+@pytest.mark.parametrize("fault", ["norm", "offset", "concat"])
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_fault_is_told(folder, fault, monkeypatch):
+    """One norm too large, queries one position late, or the parts of the input in another order."""
+    family, right = layout_modules()[layout_name(folder)].FAMILY, Attention.forward
+    loaded = load_drafter
+
+    def faulty(*arguments, **more):
+        drafter = loaded(*arguments, **more)
+        with torch.no_grad():
+            if fault == "norm":
+                drafter.get_parameter(f"{NORMS.get(family, 'hidden_norm')}.weight").mul_(1.5)
+            if fault == "concat":
+                weight = drafter.get_parameter(f"{JOINTS.get(family, 'fc')}.weight")
+                weight.copy_(weight.roll(drafter.shape.target_hidden_size, dims=1))
+        return drafter
+
+    if fault == "offset":
+        monkeypatch.setattr(Attention, "forward", lambda self, rows, positions, *rest: right(self, rows, positions + 1, *rest))
+    monkeypatch.setattr(sys.modules[__name__], "load_drafter", faulty)
+    with pytest.raises(AssertionError):
+        CHECKS[layout_name(folder)](folder, load_file(folder / "io.safetensors"))
 
 
 def zlab_dflash(folder, io):

@@ -187,23 +187,35 @@ def test_imports_point_down(file):
         assert own == other or {own, other} != STRANGERS, f"{shown(file)} imports {name}: training and decoding do not know each other"
 
 
-def test_readme_file_tree_names_every_file():
-    """The tree is the first fenced block after the heading; each line starts with a name, folders end with a slash."""
+def tree_of_readme() -> dict[str, str]:
+    """Path -> what the README's tree says of it. The first fenced block after the heading; each line starts with a name, folders end with a slash."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"## The files\n.*?```\n(.*?)```", text, re.DOTALL)
     assert block, 'README.md has no fenced file tree under "## The files"'
-    named, folders = set(), []
-    for line in block[1].splitlines():
-        if not line.strip():
-            continue
+    named, folders = {}, []
+    for line in filter(str.strip, block[1].splitlines()):
         depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
+        name, _, said = line.strip().partition(" ")
         folders[depth:] = [name] if name.endswith("/") else []
-        named.add("".join(folders[:depth]) + name)
-    files = {shown(file) for file in MODULES if file.read_text(encoding="utf-8").strip()}  # empty __init__.py need no line
-    assert files <= named, f"README's file tree lacks {sorted(files - named)}"
-    gone = {name for name in named if name.endswith(".py") and name.startswith("dloop_train/")} - files
-    assert not gone, f"README's file tree names {sorted(gone)}, which are not there"
+        named["".join(folders[:depth]) + name] = said.strip()
+    return named
+
+
+def first_line(file: Path) -> str:
+    """What a file says that it is for: its docstring's first line, or its first comment."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith(("# @package", "#!"))]
+    return lines[0].strip('#" ').rstrip(".")
+
+
+def test_readme_file_tree_names_every_file_as_it_names_itself():
+    named = tree_of_readme()
+    own = [file for file in (*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "data").glob("*.py")), *CONF.rglob("*.yaml"))
+           if file.read_text(encoding="utf-8").strip()]  # empty __init__.py need no line
+    wanted = {shown(file): first_line(file) for file in own}
+    assert not wanted.keys() - named.keys(), "README's file tree lacks these"
+    gone = sorted(name for name in named if not (ROOT / name).exists())
+    assert not gone, f"README's file tree names {gone}, which are not there"
+    assert {name: named[name] for name in wanted} == wanted
 
 
 def test_no_file_holds_a_path_of_one_machine():

@@ -227,9 +227,15 @@ def law_of_whole_texts(target, drafter, gate, rule, length) -> dict[tuple, float
 # Laws
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_texts_are_as_likely_as_the_targets_own(rule, variant, target):
+CASES = [("rejection", variant) for variant in VARIANTS] + [(rule, variant) for rule in RULES if rule != "rejection"
+                                                             for variant in ("dflash-fill_in", "domino-shifted", "dspark-rnn", "eagle3-reduced", "mtp_assistant")]
+"""Every drafter by the default rule, and every rule with a drafter of each kind."""
+
+
+@pytest.mark.parametrize("named, variant", CASES)
+def test_texts_are_as_likely_as_the_targets_own(named, variant, target):
     """Also where the gate draws its line through the outcomes of a stage."""
+    rule = RULES[named]
     drafter, read = look_up(small_drafter(variant, target)), LookedUpTarget(target)
     loops = drafter.k == 1 or rule is RULES["rejection"]
     length = 3 + drafter.k if loops else 4  # room for a second stage after the prefill's token
@@ -358,6 +364,7 @@ def test_matching_likeliest_drafts_gives_the_text_of_plain_sampling(variant, tin
         assert text_of(tiny_target, make_drafter(variant, tiny_target), rule, gate=gate) == plain
 
 
+@pytest.mark.parametrize("variant", ["dflash-fill_in", "eagle3-reduced"])
 @pytest.mark.parametrize("kind", [Rejection, Match])
 def test_temperature_zero_is_greedy(kind, variant, tiny_target):
     assert text_of(tiny_target, make_drafter(variant, tiny_target), kind(), length=12) == decode_plain(tiny_target, [60, 61, 62], max_new_tokens=12)

@@ -16,7 +16,7 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.mark.parametrize("family", ["dflash", "domino", "dspark"])
 def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
     """Random weights: two looped stages of 64 branches, finite, and within bf16's noise of fp32."""
-    config = composed(f"+drafter={family}", "+target=qwen3_4b", "++drafter.init=scratch")
+    config = composed(f"+drafter={family}", "+target=qwen3_4b", "++drafter.init=scratch", "++drafter.layers=5", f"++drafter.width={7 if family == 'dspark' else 16}")
     sizes = config.target.config
     spec = TargetSpec(name="qwen3_4b", revision="", hidden_size=sizes["hidden_size"], num_layers=sizes["num_hidden_layers"], vocab_size=sizes["vocab_size"],
                       mask_token_id=config.target.mask_token_id, stop_ids=(0,), text_config=sizes)

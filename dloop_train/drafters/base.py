@@ -18,7 +18,6 @@ from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Reads
 Choose = Callable[[int, Tensor], Tensor]
 """choose(step, hidden [B, N, D]) -> tokens [B, N]: what a chain feeds to its next pass."""
 
-
 Pick = Callable[[Tensor], Tensor]
 """pick(logits [..., V]) -> target ids [...]: how a token is chosen, the same for all slots or slot by slot."""
 

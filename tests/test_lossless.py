@@ -25,10 +25,10 @@ def texts_are_the_targets_own(name: str, count: int) -> None:
     target = teach(name)
     plain = {tuple(prompt): decode_plain(target, prompt, max_new_tokens=LENGTH) for prompt in prompts(count)}
     for variant in NATIVE[name]:
-        drafter = taught_drafter(variant, target, steps=150 if "assistant" in variant else 60)
+        drafter = taught_drafter(variant, target)
         rounds = []
         for prompt, expected in plain.items():
-            emissions = list(decode(target, drafter, DLoop(threshold=-2.0, max_stages=4), prompt, max_new_tokens=LENGTH))
+            emissions = list(decode(target, drafter, DLoop(threshold=-12.0, max_stages=4), prompt, max_new_tokens=LENGTH))
             assert [token for emission in emissions for token in emission.tokens] == expected, f"{variant} on {name} behind {prompt}"
             rounds += [emission.round for emission in emissions if emission.round is not None]
         # The law would be hollow without loops, whole blocks and rejections.

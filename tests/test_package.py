@@ -100,7 +100,7 @@ def test_a_pair_agrees_with_the_name_of_its_weights(pair):
     assert pair == f"{drafter.family}_{config.target.name}"
     if drafter.init != "scratch":
         says = [facts for pattern, facts in RELEASED.items() if re.fullmatch(pattern, drafter.init)]
-        assert says == [(drafter.family, drafter.format, getattr(drafter, "alignment", None))]
+        assert says == [(drafter.family, drafter.format, drafter.alignment or None)]
         assert said_briefly(config.target.name) in said_briefly(drafter.init)
 
 

@@ -15,9 +15,9 @@ class _GradientInForward(torch.autograd.Function):
     """Sum of a row loss whose only differentiable input is `hidden`: each chunk's gradient is taken while its logits exist."""
 
     @staticmethod
-    def forward(ctx, function, hidden, chunk, *others):
+    def forward(ctx, function, hidden, chunk, chunks, *others):
         total, metrics, gradients = None, None, []
-        for start in range(0, len(hidden), chunk):
+        for start in range(0, chunks * chunk, chunk):
             part = hidden[start:start + chunk].detach().requires_grad_()
             with torch.enable_grad():
                 loss, measured = function(part, *(other[start:start + chunk] for other in others))
@@ -30,19 +30,19 @@ class _GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        return None, (ctx.saved_tensors[0].to(upstream.dtype) * upstream).to(ctx.saved_tensors[0].dtype), None, *[None] * (len(ctx.needs_input_grad) - 3)
+        return None, (ctx.saved_tensors[0].to(upstream.dtype) * upstream).to(ctx.saved_tensors[0].dtype), *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 def over_rows(function: Callable, hidden: Tensor, others: tuple[Tensor, ...], chunk: int, *, frozen: bool) -> tuple[Tensor, Tensor]:
     """(sum of losses, sum of metrics) of function(hidden rows, *other rows) in chunks of rows.
 
     `frozen` says that the function has no trainable parameter of its own: then nothing is recomputed in the backward pass.
-    Otherwise each chunk is checkpointed, and all ranks run as many chunks, empty ones at the end: under ZeRO-3 each of them gathers weights.
+    Otherwise each chunk is checkpointed. All ranks run as many chunks, empty ones at the end: under ZeRO-3 each of them may gather weights.
     """
-    if frozen and torch.is_grad_enabled() and hidden.requires_grad:
-        return _GradientInForward.apply(function, hidden, chunk, *others)
-    total, metrics = None, None
     chunks = most_over_ranks(max(-(-len(hidden) // chunk), 1))
+    if frozen and torch.is_grad_enabled() and hidden.requires_grad:
+        return _GradientInForward.apply(function, hidden, chunk, chunks, *others)
+    total, metrics = None, None
     for start in range(0, chunks * chunk, chunk):
         rows = [tensor[start:start + chunk] for tensor in (hidden, *others)]
         loss, measured = checkpoint(function, *rows, use_reentrant=False) if torch.is_grad_enabled() else function(*rows)

@@ -103,6 +103,7 @@ def test_drafters_from_scratch_that_cannot_work_are_refused(tiny_target):
 def test_rope_theta_is_read_flat_and_nested():
     assert read_rope({"rope_theta": 5.0}) == Rope(5.0)
     assert read_rope({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}) == Rope(7.0)
+    assert read_rope({"partial_rotary_factor": 0.25, "rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}}) == Rope(7.0, part=0.5)
     by_kind = {"full_attention": {"rope_theta": 9.0, "rope_type": "proportional", "partial_rotary_factor": 0.25}, "sliding_attention": {"rope_theta": 3.0}}
     assert read_rope({"rope_parameters": by_kind}) == Rope(9.0, "proportional", 0.25)
     assert read_rope({"rope_parameters": by_kind}, "sliding_attention") == Rope(3.0)
@@ -249,7 +250,6 @@ def test_a_config_that_says_it_otherwise_reads_the_same(variant, change, tiny_ta
     ("dflash-fill_in", within("dflash_config", target_layer_ids=None), "no target_layer_ids, at the top level or nested"),
     ("dflash-fill_in", with_keys(rope_scaling={"type": "llama3"}), "rope_scaling and rope_parameters of different types"),
     ("dflash-fill_in", with_keys(rope_parameters=None, rope_scaling={"type": "llama3", "factor": 8}), "no low_freq_factor"),
-    ("dflash-fill_in", with_keys(partial_rotary_factor=0.5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}), "partial_rotary_factor 0.5 at the top"),
     ("dflash-fill_in", with_keys(num_key_value_heads=3), "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
     ("dflash-fill_in", with_keys(head_dim=7), "of head_dim 7 they would turn 7"), ("dflash-fill_in", with_keys(block_size=1), "no token to draft"),
     ("dflash-fill_in", within("dflash_config", mask_token_id=260), "mask_token_id 260 is not in the vocabulary"),

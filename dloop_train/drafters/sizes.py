@@ -151,22 +151,19 @@ def read_rope(config: dict, kind: str = FULL) -> Rope:
     """rope_theta and scaling, flat, nested or by layer type. What is missing or contradicts is an error: it would only cost acceptance."""
     nested, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     nested = nested.get(kind) or nested
-    theta = in_either("rope_theta", config, nested)
+    flat, inner = config.get("rope_theta"), nested.get("rope_theta")
+    theta = flat if inner is None else inner
     check(theta is not None, "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value")
+    check(flat is None or float(flat) == float(theta), f"config.json has rope_theta {flat} at the top level and {theta} in rope_parameters")
     kinds = {place.get("rope_type") or place.get("type") for place in (scaling, nested)} - {None}
     check(len(kinds) <= 1, f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; keep the one that the weights were trained with")
     named = next(iter(kinds), "default")
     check(named in ("default", "llama3", "proportional"), f"rope_type {named!r} is not supported; default, llama3 and proportional are")
     numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if named == "llama3" else ()
     required(nested | scaling, *numbers)
-    part = in_either("partial_rotary_factor", config, nested) or 1.0
+    # The inner factor counts: transformers 5.17 also writes its class's own default at the top level.
+    part = nested.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     return Rope(float(theta), named, float(part), tuple((name, (nested | scaling)[name]) for name in numbers))
-
-
-def in_either(key: str, config: dict, nested: dict) -> float | None:
-    flat, inner = config.get(key), nested.get(key)
-    check(flat is None or inner is None or float(flat) == float(inner), f"config.json has {key} {flat} at the top level and {inner} in rope_parameters")
-    return flat if inner is None else inner
 
 
 def architecture_of(text_config: dict) -> str:

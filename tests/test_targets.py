@@ -250,6 +250,7 @@ def test_cached_samples_do_not_depend_on_their_batch(target, exact):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_targets_memory_goes_with_its_last_reference(name):
+    """No cycle through the hooks: a phase that loads a second target must not hold two."""
     target = load_target(config_of(name), device="cpu")
     cache = target.new_cache()
     target.read(random_tokens(4, 0), cache=cache, reads=Reads(taps=(0,)))

@@ -26,18 +26,21 @@ class AssistantShape(ChainShape):
         return Reads(shared_kv=True, last_hidden=True)
 
     @property
-    def shared_kv(self) -> tuple[tuple[int, int, int | None], ...]:
-        """(groups, size, window) of the keys that sliding layers and full layers attend to."""
+    def readers(self) -> tuple[LayerSizes, LayerSizes]:
+        """A layer that attends to the target's sliding keys and one that attends to its full ones; any layer where a kind is missing."""
         sliding = [layer for layer in self.layers if layer.window is not None] or self.layers
         full = [layer for layer in self.layers if layer.window is None] or self.layers
-        return tuple((layer.num_key_value_heads, layer.head_dim, layer.window) for layer in (sliding[0], full[0]))
+        return sliding[0], full[0]
 
     @property
-    def ropes(self) -> tuple[Rope, Rope]:
+    def shared_kv(self) -> tuple[tuple[int, int, int | None], ...]:
+        """(groups, size, window) of the keys that sliding layers and full layers attend to."""
+        return tuple((layer.num_key_value_heads, layer.head_dim, layer.window) for layer in self.readers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
         """Rotary positions of those keys: queries must turn as the target's keys have turned."""
-        sliding = [layer for layer in self.layers if layer.window is not None] or self.layers
-        full = [layer for layer in self.layers if layer.window is None] or self.layers
-        return sliding[0].rope, full[0].rope
+        return tuple(layer.rope for layer in self.readers)
 
     def facts_of(self, target: TargetSpec, taps) -> dict:
         lent = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)

@@ -27,15 +27,15 @@ class TokenHeadDrafter(BlockDrafter):
         """Whatever of the codes depends on the backbone alone, for all slots at once."""
         raise NotImplementedError
 
-    def start(self, anchors: Tensor) -> Tensor:
+    def start(self, anchors: Tensor) -> Any:
         """What the head remembers behind the anchor."""
         raise NotImplementedError
 
-    def code(self, prepared: Any, slot: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def code(self, prepared: Any, slot: int, memory: Any) -> tuple[Tensor, Any]:
         """The code of one slot [B, N, r], and the memory once the head has seen this slot."""
         raise NotImplementedError
 
-    def hear(self, memory: Tensor, tokens: Tensor) -> Tensor:
+    def hear(self, memory: Any, tokens: Tensor) -> Any:
         """The memory behind one more token [B, N]."""
         raise NotImplementedError
 

@@ -80,6 +80,7 @@ class Domino(TokenHeadDrafter):
         self.prefix_gru = nn.GRU(shape.target_hidden_size, memory, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(nn.Linear(width + memory, shape.emb_dim, bias=False), nn.SiLU(), nn.Linear(shape.emb_dim, shape.vocab_size, bias=False))
         # The first drafted tokens are the backbone's own.
+        self.uncorrected = shape.pure_draft_prefix_len
         self.register_buffer("corrected", (torch.arange(shape.k) >= shape.pure_draft_prefix_len).float()[:, None], persistent=False)
 
     def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:

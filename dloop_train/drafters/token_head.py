@@ -17,6 +17,9 @@ class TokenHeadDrafter(BlockDrafter):
     The head restarts with every stage's anchor. What is drafted after token j - 1 hears [anchor, tokens 0 .. j - 1].
     """
 
+    uncorrected = 0
+    """Slots, from the first on, whose code is nothing: their logits are the backbone's."""
+
     # What a family implements
 
     def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ class TokenHeadDrafter(BlockDrafter):
         base, prepared, memory, said = self.head.logits(normed), self.prepare(normed), self.start(anchors), []
         for slot in range(self.k):
             code, memory = self.code(prepared, slot, memory)
-            said.append(pick(base[:, :, slot] + self.expand(code)))
+            said.append(pick(base[:, :, slot] if slot < self.uncorrected else base[:, :, slot] + self.expand(code)))
             memory = self.hear(memory, said[-1])
         return torch.stack(said, dim=2)
 

@@ -131,10 +131,6 @@ class TrainConfig:
     validate_prompts: int = 16
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
-    processes: int = 0
-    """Ranks on this node; 0 means one for each accelerator, one on a CPU."""
-    threads: int = 0
-    """Threads of a CPU rank; 0 shares the cores out."""
 
     def __post_init__(self):
         check(self.depth_exposure >= 0, f"train.depth_exposure must not be negative, got {self.depth_exposure}")
@@ -155,6 +151,16 @@ class DeepSpeedConfig:
 
     def __post_init__(self):
         check(self.stage in (0, 1, 2, 3), f"deepspeed.stage must be 0, 1, 2 or 3, got {self.stage}")
+
+
+@dataclass
+class LaunchConfig:
+    """How the ranks of a phase are started."""
+
+    processes: int = 0
+    """Ranks on this node; 0 means one for each accelerator, one on a CPU."""
+    threads: int = 0
+    """Threads of a CPU rank; 0 shares the cores out."""
 
 
 @dataclass
@@ -224,6 +230,7 @@ class Config:
     deepspeed: DeepSpeedConfig
     evaluate: EvaluateConfig
     wandb: LogConfig
+    launch: LaunchConfig
     dry_run: bool = False
 
     def __post_init__(self):
@@ -233,7 +240,7 @@ class Config:
 
 
 TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
-         "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig}
+         "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
 PLUGINS = ("drafter", "prompts", "gate", "rule")
 
 

@@ -166,7 +166,7 @@ def test_store_returns_what_was_written(store):
     reader = FeatureStore(folder, facts, max_length=5)
     for number, sample in enumerate(every):
         got = reader[number]
-        assert got.id == sample.id and reader.length(number) == min(5, len(sample.tokens))
+        assert got.id == sample.id and reader.lengths[number] == min(5, len(sample.tokens))
         for name in ("tokens", "loss_mask", "features", "last_hidden"):
             assert torch.equal(getattr(got, name), getattr(sample, name)[:5])
 

@@ -17,7 +17,7 @@ import dloop_train
 from dloop_train.targets.responders import decode_plain
 
 REPOSITORY = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "train.threads=1", "train.steps=6", "train.save_every=2", "train.batch_size=4",
+COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "launch.threads=1", "train.steps=6", "train.save_every=2", "train.batch_size=4",
            "train.micro_batch_size=4"]
 
 
@@ -82,7 +82,7 @@ TINY = sorted(pair_of(name)[0].removeprefix("+drafter=") + " " + pair_of(name)[1
 def test_every_family_runs_from_prompts_to_a_report(pair, tmp_path):
     """And its export, loaded as a user does, streams the target's own text."""
     drafter, target = pair.split()
-    command = [sys.executable, "-m", "dloop_train", f"+drafter={drafter}", f"+target={target}", "prompts.limit=8", "train.threads=1", "train.steps=2", "evaluate.prompts=2",
+    command = [sys.executable, "-m", "dloop_train", f"+drafter={drafter}", f"+target={target}", "prompts.limit=8", "launch.threads=1", "train.steps=2", "evaluate.prompts=2",
                "evaluate.dtype=float32"]
     result = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -277,7 +277,7 @@ def test_epoch_plan_is_complete_and_seeded():
 def train(root: Path, *overrides: str, drafter: str = "dflash") -> list[dict]:
     """The training phase on the tiny target as a user runs it; returns the logged rows."""
     environment = os.environ | {"DLOOP_ROOT": str(root), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dloop_train", f"+drafter={drafter}", "+target=tiny_llama", "train.threads=1", "wandb.mode=disabled", "train.batch_size=4",
+    command = [sys.executable, "-m", "dloop_train", f"+drafter={drafter}", "+target=tiny_llama", "launch.threads=1", "wandb.mode=disabled", "train.batch_size=4",
                "train.micro_batch_size=2", "train.validate_prompts=1", *overrides]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), "dflash-tiny_llama")
@@ -311,7 +311,7 @@ def test_resume_equals_uninterrupted(uninterrupted):
 def test_two_ranks_equal_one(uninterrupted):
     """Two gloo ranks with one micro-batch each against one rank that accumulates two."""
     root, whole = uninterrupted
-    two = train(root, "phases=[train]", "train.steps=6", "name=two", "train.processes=2")
+    two = train(root, "phases=[train]", "train.steps=6", "name=two", "launch.processes=2")
     for a, b in zip(numbers(two), numbers(whole), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
 
@@ -323,7 +323,7 @@ def test_zero3_shares_out_the_heads_that_chunks_of_logits_gather(drafter, large,
     root, _ = uninterrupted
     same = ("phases=[cache,train]", "train.steps=3", "train.loss_rows=3", large, *(["drafter.train_embedding=false"] if drafter == "mtp_assistant" else []))
     one = train(root, *same, "name=one-" + drafter, drafter=drafter)
-    two = train(root, *same, "name=zero3-" + drafter, "train.processes=2", "deepspeed=zero3", drafter=drafter)
+    two = train(root, *same, "name=zero3-" + drafter, "launch.processes=2", "deepspeed=zero3", drafter=drafter)
     for a, b in zip(numbers(two), numbers(one), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
 

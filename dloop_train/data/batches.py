@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,19 @@ class TextBatch:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TextBatch":
         return TextBatch(self.ids, self.tokens.to(device), self.loss_mask.to(device), self.features.to(device, dtype), self.last_hidden.to(device, dtype))
+
+
+class Source(Protocol):
+    """Where a training gets its batches from."""
+
+    lengths: tuple[int, ...]
+    """Tokens of every sample."""
+
+    def read(self, indices: Sequence[int]) -> TextBatch:
+        """Samples as they lie on disk. Called ahead of time, on a thread of its own."""
+
+    def ready(self, batch: TextBatch, device: torch.device, dtype: torch.dtype) -> TextBatch:
+        """The batch with all its features, on the device. Called in the step."""
 
 
 def collate(samples: Sequence[Sample]) -> TextBatch:

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from dloop_train.data.batches import TextBatch, collate
 from dloop_train.types import Reads, Sample
 
 ROWS = ("tokens", "loss_mask", "features", "last_hidden")
@@ -79,17 +80,24 @@ class FeatureStore:
             if found != size:
                 raise ValueError(f"{path} has {found} bytes, its manifest says {size}: truncated or missing; delete {folder} and rerun phases=[cache]")
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(min(place.length, self.max_length) for place in self.places)
+
+    def read(self, indices: Sequence[int]) -> TextBatch:
+        return collate([self[index] for index in indices])
+
+    def ready(self, batch: TextBatch, device: torch.device, dtype: torch.dtype) -> TextBatch:
+        return batch.to(device, dtype)
+
     def __len__(self) -> int:
         return len(self.places)
-
-    def length(self, index: int) -> int:
-        return min(self.places[index].length, self.max_length)
 
     def __getitem__(self, index: int) -> Sample:
         place = self.places[index]
         if place.shard not in self._files:
             self._files[place.shard] = self.open(place.shard)
-        rows = slice(place.start, place.start + self.length(index))
+        rows = slice(place.start, place.start + min(place.length, self.max_length))
         parts = {name: self._files[place.shard].get_slice(name)[rows] for name in ROWS}
         if not (parts["features"].isfinite().all() and parts["last_hidden"].isfinite().all()):
             raise ValueError(f"sample {place.id} in {shard_file(self.folder, place.shard)} has NaN or infinite features: the file is damaged; "

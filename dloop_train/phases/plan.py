@@ -16,9 +16,10 @@ from dloop_train.checkpoints.files import read_shape, require_backbone, require_
 from dloop_train.config import DATA, Config, TargetConfig, check
 from dloop_train.data.prompts import JsonLines, PerfectBlend
 from dloop_train.drafters.base import Drafter, linear_flops
+from dloop_train.launch import processes
 from dloop_train.phases import artifacts
 from dloop_train.phases.cache import row_bytes
-from dloop_train.phases.train import finished, processes, settings_of
+from dloop_train.phases.train import finished, settings_of
 from dloop_train.runs import Artifact, key_of, require_same
 from dloop_train.targets.sources import as_dtype, cache_folder, default_device, random_config, revision_of, spec_of
 from dloop_train.targets.target import require_taps
@@ -350,7 +351,7 @@ def warnings_of(config: Config, drafter: Drafter | None, spec: TargetSpec, taps:
         found.append(f"there is no {config.drafter.init} in this package")
     if (train.batch_size // train.micro_batch_size) % ranks:
         found.append(f"{train.batch_size // train.micro_batch_size} micro-batches of a step cannot be shared by {ranks} ranks; "
-                     f"change train.batch_size, train.micro_batch_size or train.processes")
+                     f"change train.batch_size, train.micro_batch_size or launch.processes")
     folder = artifacts.run_folder(config)
     return found + differing_training(config, folder / "training.json")
 

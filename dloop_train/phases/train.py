@@ -1,24 +1,23 @@
 """train: features -> checkpoints. The controller starts the ranks; each rank runs `rank_main`."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter
-from dloop_train.config import Config, check
+from dloop_train.config import Config
 from dloop_train.data.responses import read_responses
 from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
+from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import summary_of_replay
-from dloop_train.ranks import die_with_parent, rank, say, world_size
+from dloop_train.ranks import rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import load_head, load_spec, load_target
-from dloop_train.training.engine import POINTER, Trainer, initialise_distributed
+from dloop_train.training.engine import POINTER, Trainer, Validation, initialise_distributed
 from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
 
@@ -30,21 +29,13 @@ def run(config: Config) -> None:
         say(f"train: done before, {folder / 'checkpoints'}")
         return
     artifacts.features(config).facts()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes(config)}",
-               "-m", "dloop_train.worker", str(folder / "config.yaml"), "train"]
-    result = subprocess.run(command, check=False, preexec_fn=die_with_parent)
-    check(result.returncode == 0, f"train: a rank failed with exit code {result.returncode}; its error stands above. "
-          f"The same command resumes from {folder / 'checkpoints'}")
-
-
-def processes(config: Config) -> int:
-    return config.train.processes or max(1, torch.cuda.device_count())
+    start_ranks(config, "train")
 
 
 def settings_of(config: Config) -> dict:
     """What decides the numbers of a training; a run folder belongs to one such set."""
     train = asdict(config.train)
-    for free in ("save_every", "keep", "log_every", "validate_every", "validate_prompts", "processes", "threads", "loss_rows"):
+    for free in ("save_every", "keep", "log_every", "validate_every", "validate_prompts", "loss_rows"):
         train.pop(free)
     drafter = {key: value for key, value in asdict(config.drafter).items()} | {"family": config.drafter.family}
     return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
@@ -91,7 +82,7 @@ def initialise(drafter: Drafter, config: Config) -> None:
 
 def rank_main(config: Config) -> None:
     """One rank of the training."""
-    initialise_distributed(config.train.threads)
+    initialise_distributed(config.launch.threads)
     folder = artifacts.run_folder(config)
     artifact = artifacts.features(config)
     store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, with_last_hidden=artifacts.reads(config).last_hidden)
@@ -109,14 +100,14 @@ def rank_main(config: Config) -> None:
 
 
 def validation(config: Config):
-    """Replay on validation prompts: what a checkpoint decodes like, measured during training."""
+    """Replay on validation prompts: what a checkpoint decodes like, measured during training. Called on every rank."""
     prompts = [r for r in read_responses(artifacts.responses(config).folder, "validation")][: config.train.validate_prompts]
     held = []
 
-    def validate(step: int, drafter: Drafter) -> dict:
-        if not prompts:
-            return {}
+    def validate(step: int, drafter: Drafter) -> Validation:
+        if not prompts or rank() != 0:
+            return Validation({})
         if not held:
             held.append(load_target(config.target, dtype=config.train.precision, device=next(drafter.parameters()).device))
-        return summary_of_replay(held[0], drafter, prompts, gate=config.gate, max_stages=config.train.depth_exposure + 1)
+        return Validation(summary_of_replay(held[0], drafter, prompts, gate=config.gate, max_stages=config.train.depth_exposure + 1))
     return validate

@@ -14,8 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dloop_train.config import DeepSpeedConfig, TrainConfig, check
-from dloop_train.data.batches import TextBatch, collate, micro_batches, plan_epoch
-from dloop_train.data.store import FeatureStore
+from dloop_train.data.batches import Source, TextBatch, micro_batches, plan_epoch
 from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import barrier, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import write_atomic
@@ -94,12 +93,22 @@ class Prepared:
     """Seconds that the step waited for its data."""
 
 
-class Trainer:
-    """Trains a drafter on a feature store; everything that decides a step's numbers is a function of its number."""
+@dataclass(frozen=True)
+class Validation:
+    """What a validation found; the same on every rank."""
 
-    def __init__(self, drafter: Drafter, store: FeatureStore, settings: TrainConfig, deepspeed: DeepSpeedConfig, folder: Path, log: MetricLog):
-        self.settings, self.store, self.folder, self.log = settings, store, folder, log
-        self.plan = Plan(tuple(store.length(index) for index in range(len(store))), settings)
+    row: dict
+    """Logged as it is."""
+    score: float | None = None
+    """What the best checkpoint has most of: predicted tokens per second."""
+
+
+class Trainer:
+    """Trains a drafter on a source of features; everything that decides a step's numbers is a function of its number."""
+
+    def __init__(self, drafter: Drafter, source: Source, settings: TrainConfig, deepspeed: DeepSpeedConfig, folder: Path, log: MetricLog):
+        self.settings, self.source, self.folder, self.log = settings, source, folder, log
+        self.plan = Plan(source.lengths, settings)
         self.dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
         unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows)
         self.drafter = drafter
@@ -108,8 +117,8 @@ class Trainer:
         drafter.borrow(drafter.head.to(self.device, self.dtype))
         self.step = self.resume()
 
-    def train(self, validate: Callable[[int, Drafter], dict] | None = None) -> None:
-        """Run the remaining steps. `validate` is called before the first, every validate_every steps and at the end, on the first rank."""
+    def train(self, validate: Callable[[int, Drafter], Validation] | None = None) -> None:
+        """Run the remaining steps. `validate` is called before the first, every validate_every steps and at the end, on every rank."""
         total = self.plan.steps
         if validate is not None and self.step == 0:
             self.validate(validate)
@@ -134,19 +143,19 @@ class Trainer:
                 if validate is not None and (due or self.step == total):
                     self.validate(validate)
 
-    def validate(self, validate: Callable[[int, Drafter], dict]) -> None:
-        if rank() == 0:
-            self.log.validation(self.step, validate(self.step, self.drafter))
+    def validate(self, validate: Callable[[int, Drafter], Validation]) -> None:
+        self.log.validation(self.step, validate(self.step, self.drafter).row)
         barrier()
 
     def load(self, step: int) -> list[TextBatch]:
-        """This rank's micro-batches from disk; runs ahead in a thread, and its errors travel."""
-        return [collate([self.store[index] for index in indices] or [self.store[0]]) for indices in self.plan.micros(step)]
+        """This rank's micro-batches from the source; runs ahead in a thread, and its errors travel."""
+        return [self.source.read(indices or [0]) for indices in self.plan.micros(step)]
 
     def prepare(self, waiting) -> Prepared:
         started = time.perf_counter()
-        batches = [batch.to(self.device, self.dtype) for batch in waiting.result()]
+        read = waiting.result()
         wait = time.perf_counter() - started
+        batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
         empty = [not indices for indices in self.plan.micros(self.step)]
         origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
                                 seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]

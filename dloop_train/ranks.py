@@ -5,9 +5,12 @@ import os
 import resource
 import signal
 import sys
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that a process gets when its parent dies. A grandchild does not inherit the wish."""
@@ -37,6 +40,15 @@ def most_over_ranks(count: int) -> int:
     most = torch.tensor(count, device=torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
+
+
+def gather_over_ranks(value: T) -> list[T]:
+    """Every rank's value, in the order of the ranks, on all of them."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return [value]
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def barrier() -> None:

@@ -170,7 +170,7 @@ def tiny(tmp_path):
     target = settings.TargetConfig(name="tiny_llama", source="random", path="tiny_llama", stop_ids=[0])
     made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=None,
                            gate=None, rule=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
-                           deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"))
+                           deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"), launch=settings.LaunchConfig())
     folder = artifacts.run_folder(made)
     listed = []
     for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):

@@ -19,7 +19,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import barrier, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import write_atomic
 from dloop_train.training.anchors import Origins, draw_origins
-from dloop_train.training.metrics import MetricLog, reduce_sums
+from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
 from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
 
@@ -179,9 +179,7 @@ class Trainer:
             self.require_finite(result.loss, batch)
             self.engine.backward(result.loss * scale)
             self.engine.step()
-            for name, (total, count) in result.sums.items():
-                old = sums.get(name)
-                sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+            sums = add_sums(sums, result.sums)
         means = reduce_sums(sums)
         shares = unroll.terms
         loss = sum(shares.share(term) * means.get(f"weighted_loss_{term}", 0.0) for term in ("first", "last"))

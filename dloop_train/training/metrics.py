@@ -11,8 +11,17 @@ from dloop_train.config import LogConfig
 from dloop_train.ranks import rank, sum_over_ranks
 from dloop_train.runs import read_jsonl, write_jsonl
 
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""Named sums and counts."""
 
-def reduce_sums(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float | list[float]]:
+
+def add_sums(old: Sums, new: Sums) -> Sums:
+    """The sums of two parts of a step."""
+    both = {name: (old[name][0] + total, old[name][1] + count) if name in old else (total, count) for name, (total, count) in new.items()}
+    return old | both
+
+
+def reduce_sums(sums: Sums) -> dict[str, float | list[float]]:
     """Means over all ranks and micro-batches of named (sum, count) pairs; vectors stay vectors."""
     means = {}
     for name in sorted(sums):

@@ -70,4 +70,4 @@ def dloop_section(config: Config, drafter, step: int) -> dict:
             "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
             "provenance": {"versions": versions(),
                            "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init, "backbone": config.drafter.backbone,
-                           "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "step": step}}
+                           "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "checkpoint": config.export.checkpoint, "step": step}}

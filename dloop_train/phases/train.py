@@ -89,7 +89,7 @@ def rank_main(config: Config) -> None:
     drafter = make_drafter(config)
     checkpoints = folder / "checkpoints"
     start = json.loads((checkpoints / POINTER).read_text())["step"] if (checkpoints / POINTER).is_file() else 0
-    log = MetricLog(folder, config.wandb, name=config.name, config=settings_of(config), start=start)
+    log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=start)
     trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
     say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")

@@ -52,6 +52,8 @@ class Standing:
     skipped_in_a_row: int = 0
     worse: int = 0
     """Validations since the best one."""
+    start_score: float | None = None
+    """Of the drafter before the first step."""
     validation_seconds: float = 0.0
     """What the last validation took."""
 
@@ -177,6 +179,9 @@ class Trainer:
         """Whether training is over. A request to stop is honoured by now."""
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
+        if self.best is not None and self.standing.start_score is not None and self.best.score < self.standing.start_score:
+            say(f"train: on the validation responses no checkpoint is predicted to be as fast as the drafter it started from: "
+                f"{self.best.score:.1f} tokens/s at step {self.best.step}, {self.standing.start_score:.1f} before the first step")
         if self.out_of_patience:
             say(f"train: no validation after step {self.best.step} was better; stopped early at step {self.step}")
         return self.step == self.plan.steps or self.out_of_patience
@@ -269,7 +274,9 @@ class Trainer:
         started = time.perf_counter()
         found = validate(self.step, self.whole_drafter())
         self.log.validation(self.step, found.row)
-        if found.score is not None:
+        if self.step == 0:
+            self.standing = replace(self.standing, start_score=found.score)
+        elif found.score is not None:
             better = self.best is None or found.score > self.best.score
             if better:
                 self.best = Best(self.step, found.score)

@@ -20,7 +20,7 @@ FAILURE = "DLOOP_FAILURE"
 """Environment variable: the file in which the first rank that fails leaves its error, for the controller to show once."""
 STOPPED = 75
 """Exit code of a command that was asked to stop and can go on later: EX_TEMPFAIL of sysexits.h."""
-PATIENCE = 20
+PATIENCE = 10
 """Seconds in which the other ranks may end by themselves when one has failed."""
 PORTS = range(20000, 30000)
 """Below what Linux hands out to outgoing connections."""

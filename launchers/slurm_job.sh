@@ -23,9 +23,9 @@ export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$(id -u)}"
 
 python -m dloop_train "$@" &
 command=$!
-signalled=no asked=no
+signalled=no asked=no ended=no
 trap 'signalled=yes asked=yes; kill -USR1 "$command" 2>/dev/null || true' USR1   # the time limit is near
-trap 'signalled=yes; kill -TERM "$command" 2>/dev/null || true' TERM
+trap 'signalled=yes ended=yes; kill -TERM "$command" 2>/dev/null || true' TERM
 while :; do
     signalled=no status=0
     wait "$command" || status=$?
@@ -44,7 +44,7 @@ a_node_is_lost() {
 
 if [[ $status == 75 || ( $status == 138 && $asked == yes ) ]]; then  # 75: stopped as asked; 138: asked before it could listen
     requeue "stopped before the time limit"
-elif [[ $status != 0 && ${SLURM_RESTART_COUNT:-0} -lt 10 ]] && a_node_is_lost; then
+elif [[ $status != 0 && $ended == no && ${SLURM_RESTART_COUNT:-0} -lt 10 ]] && a_node_is_lost; then
     requeue "a node does not answer"
 fi
 exit "$status"

@@ -41,7 +41,7 @@ SelectTypeParameters=CR_Core
 # A node that was down returns as soon as its daemon does.
 ReturnToService=2
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
+SlurmdTimeout=120
 KillWait=5
 GresTypes=gpu
 NodeName=n1 NodeAddr=$net.1 CPUs=16 RealMemory=24000 Gres=gpu:4 State=UNKNOWN

@@ -48,9 +48,13 @@ class Job:
             assert time.monotonic() < deadline, f"job {self.id} is {self.state()} after {seconds} s\n{self.log()[-3000:]}"
             time.sleep(0.2)
 
-    def finish(self) -> None:
+    def end(self) -> str:
+        """How it ended."""
         self.wait_for(lambda: self.state() in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
-        assert self.state() == "COMPLETED", self.log()[-3000:]
+        return self.state()
+
+    def finish(self) -> None:
+        assert self.end() == "COMPLETED", self.log()[-3000:]
 
     def signal(self, name: str) -> None:
         """To the batch script, as before the time limit."""
@@ -131,7 +135,6 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(whole, tmp_p
 def test_the_first_error_is_told_once_and_last(tmp_path):
     """On every rank of two nodes the same; the log holds it once, behind what Slurm and torchrun say."""
     job = Job(tmp_path / "wrong", "slurm.sbatch", "train.batch_size=9", "train.micro_batch_size=3", "phases=[generate,cache,train]")
-    job.wait_for(lambda: job.state() in ("COMPLETED", "FAILED"))
-    assert job.state() == "FAILED"
+    assert job.end() == "FAILED"
     told = "dloop_train: train: train.batch_size 9 / train.micro_batch_size 3 = 3 micro-batches cannot be shared by 2 ranks"
     assert job.log().count(told) == 1 and job.log().rstrip().splitlines()[-1] == told and "Traceback" not in job.log()

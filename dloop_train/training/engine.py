@@ -217,12 +217,13 @@ class Trainer:
         # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
         scale = world_size() * len(prepared.batches)
         sums, losses, norm = {}, [], None
-        for batch, origins in zip(prepared.batches, prepared.origins, strict=True):
+        for turn, (batch, origins) in enumerate(zip(prepared.batches, prepared.origins, strict=True), 1):
+            self.engine.set_gradient_accumulation_boundary(turn == len(prepared.batches))
             result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
             losses.append(result.loss.detach())
             # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
             self.engine.backward(result.loss * torch.where(losses[-1].isfinite(), scale, math.nan))
-            if not self.guarded and self.engine.is_gradient_accumulation_boundary():
+            if not self.guarded and turn == len(prepared.batches):
                 norm = self.checked_norm()
             self.engine.step()
             for name, (total, count) in result.sums.items():
@@ -238,10 +239,11 @@ class Trainer:
         return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
 
     def checked_norm(self) -> float:
-        """The norm of gradients that all ranks have summed already; those that are not finite are dropped."""
+        """The norm of gradients that all ranks have summed already; those that are not finite are dropped, and the optimiser has nothing to do."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
         if not norm.isfinite():
             self.engine.zero_grad()
+            self.engine.set_gradient_accumulation_boundary(False)
         return float(norm)
 
     def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:

@@ -125,18 +125,28 @@ class TrainConfig:
     seed: int = 0
     save_every: int = 200
     keep: int = 2
+    """Checkpoints that stay on disk, beside the best."""
     log_every: int = 10
     validate_every: int = 0
-    """Replay on validation prompts every so many steps; 0 is only before the first and after the last."""
+    """Replay on validation prompts every so many steps, before the first and after the last; 0 is as often as validate_share allows."""
+    validate_share: float = 0.05
+    """Most of the time that validations between the first and the last step may take, where validate_every is 0."""
     validate_prompts: int = 16
+    patience: int = 0
+    """Validations in a row without a better score after which training ends; 0 never ends it early."""
+    max_skipped: int = 10
+    """Steps in a row that may be skipped because a loss or a gradient is not finite; one more stops the run."""
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
 
     def __post_init__(self):
         check(self.depth_exposure >= 0, f"train.depth_exposure must not be negative, got {self.depth_exposure}")
         check(self.stages in ("first_last", "all", "last"), f"train.stages must be first_last, all or last, got {self.stages!r}")
-        check(self.batch_size % self.micro_batch_size == 0,
-              f"train.batch_size {self.batch_size} must be a multiple of train.micro_batch_size {self.micro_batch_size}")
+        for name in ("batch_size", "micro_batch_size", "save_every", "keep", "log_every"):
+            check(getattr(self, name) >= 1, f"train.{name} must be positive, got {getattr(self, name)}")
+        for name in ("validate_every", "patience", "max_skipped"):
+            check(getattr(self, name) >= 0, f"train.{name} must not be negative, got {getattr(self, name)}")
+        check(0 < self.validate_share < 1, f"train.validate_share must be between 0 and 1, got {self.validate_share}")
         check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")
         check(self.origins >= 1, f"train.origins must be positive, got {self.origins}")
         check(self.base_epochs >= 0, f"train.base_epochs must not be negative, got {self.base_epochs}")
@@ -147,10 +157,13 @@ class DeepSpeedConfig:
     """What of DeepSpeed's own configuration a user sets."""
 
     stage: int = 0
+    """ZeRO: 1 shares out the optimiser over the ranks, 2 the gradients too, 3 the weights too."""
     offload: bool = False
+    """Keep the optimiser, and at stage 3 the weights, in the memory of the host."""
 
     def __post_init__(self):
         check(self.stage in (0, 1, 2, 3), f"deepspeed.stage must be 0, 1, 2 or 3, got {self.stage}")
+        check(self.stage or not self.offload, "deepspeed.offload needs ZeRO: choose deepspeed=zero1, zero2 or zero3")
 
 
 @dataclass

@@ -60,7 +60,27 @@ def plan_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -
     return steps
 
 
-def micro_batches(step: Sequence[int], micro_batch_size: int, count: int) -> list[list[int]]:
-    """Exactly `count` micro-batches of a step, in a global order that ranks share out; a missing one is empty (run as a masked dummy)."""
-    cut = [list(step[start:start + micro_batch_size]) for start in range(0, len(step), micro_batch_size)]
-    return cut + [[] for _ in range(count - len(cut))]
+def micro_batches(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
+    """The micro-batches of a step, whichever ranks run them."""
+    return [list(step[start:start + micro_batch_size]) for start in range(0, len(step), micro_batch_size)]
+
+
+def share_out(micros: Sequence[list[int]], lengths: Sequence[int], ranks: int, count: int) -> list[list[list[int]]]:
+    """Micro-batches for every rank, `count` each; a missing one is empty (run as a masked dummy).
+
+    Ranks wait for each other in every micro-batch, and at the end of the step. So those of one turn have about as many
+    tokens, and in each turn the largest goes to the rank that has had the fewest tokens so far.
+    """
+    def tokens(micro: list[int]) -> int:
+        return sum(lengths[index] for index in micro)
+    waiting = sorted(micros, key=lambda micro: (-tokens(micro), micro))
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    had = [0] * ranks
+    for turn in range(count):
+        least_first = sorted(range(ranks), key=lambda rank: (had[rank], rank))
+        for place, rank in enumerate(least_first):
+            at = turn * ranks + place
+            micro = list(waiting[at]) if at < len(waiting) else []
+            shares[rank].append(micro)
+            had[rank] += tokens(micro)
+    return shares

@@ -14,7 +14,7 @@ from dloop_train.phases import artifacts
 from dloop_train.phases.train import bare_drafter
 from dloop_train.ranks import say
 from dloop_train.targets.sources import load_spec, locate
-from dloop_train.training.engine import trained_drafter
+from dloop_train.training.saves import trained_drafter
 
 
 def run(config: Config) -> None:

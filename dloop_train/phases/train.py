@@ -1,6 +1,7 @@
 """train: features -> checkpoints. The controller starts the ranks; each rank runs `rank_main`."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,12 +15,18 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import summary_of_replay
-from dloop_train.ranks import rank, say, world_size
+from dloop_train.ranks import STOPPED, OneCause, barrier, initialise_distributed, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import load_head, load_spec, load_target
-from dloop_train.training.engine import POINTER, Trainer, Validation, initialise_distributed
+from dloop_train.training.engine import Trainer, Validation
 from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
+from dloop_train.training.saves import last_of
+
+
+FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows")
+"""Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
+FAILURE = "failure.txt"
 
 
 def run(config: Config) -> None:
@@ -29,31 +36,51 @@ def run(config: Config) -> None:
         say(f"train: done before, {folder / 'checkpoints'}")
         return
     artifacts.features(config).facts()
+    (folder / FAILURE).unlink(missing_ok=True)
     start_ranks(config, "train")
 
 
 def settings_of(config: Config) -> dict:
     """What decides the numbers of a training; a run folder belongs to one such set."""
-    train = asdict(config.train)
-    for free in ("save_every", "keep", "log_every", "validate_every", "validate_prompts", "loss_rows"):
-        train.pop(free)
+    train = {name: value for name, value in asdict(config.train).items() if name not in FREE}
     drafter = {key: value for key, value in asdict(config.drafter).items()} | {"family": config.drafter.family}
     return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
 
 
+def free_settings_of(config: Config) -> dict:
+    """What may differ when a training goes on."""
+    return {f"train.{name}": value for name, value in asdict(config.train).items() if name in FREE}
+
+
 def require_settings(config: Config, folder: Path) -> None:
-    """Refuse to go on in a folder that another training made."""
-    path = folder / "training.json"
+    """Refuse to go on in a folder that another training made; say what else has changed."""
+    path, free = folder / "training.json", folder / "training_free.json"
     if path.is_file():
-        require_same(json.loads(path.read_text()), settings_of(config), path)
+        found = json.loads(path.read_text())
+        require_division(found.get("deepspeed"), asdict(config.deepspeed), folder)
+        require_same(found, settings_of(config), path)
     else:
         write_atomic(path, json.dumps(settings_of(config), indent=1, sort_keys=True))
+    before = json.loads(free.read_text()) if free.is_file() else {}
+    for name, value in free_settings_of(config).items():
+        if before.get(name, value) != value:
+            say(f"train: {name} was {before[name]} and is {value} from now on")
+    write_atomic(free, json.dumps(free_settings_of(config), indent=1, sort_keys=True))
+
+
+def require_division(found: dict | None, wanted: dict, folder: Path) -> None:
+    """A checkpoint cannot be read at another ZeRO stage, nor with or without offload."""
+    def named(settings: dict) -> str:
+        return f"deepspeed=zero{settings['stage']} deepspeed.offload={str(settings['offload']).lower()}"
+    if found is not None and found != wanted:
+        raise ValueError(f"{folder} was trained with {named(found)}, this run has {named(wanted)}, and DeepSpeed cannot read its checkpoints at another stage; "
+                         f"go on with {named(found)}, or choose another name= (or root=) to start anew")
 
 
 def finished(config: Config) -> bool:
     """Whether the last checkpoint is that of the last step."""
     folder = artifacts.run_folder(config) / "checkpoints"
-    return (folder / POINTER).is_file() and (folder / "done.json").is_file()
+    return last_of(folder) is not None and (folder / "done.json").is_file()
 
 
 def make_drafter(config: Config) -> Drafter:
@@ -82,21 +109,31 @@ def initialise(drafter: Drafter, config: Config) -> None:
 
 def rank_main(config: Config) -> None:
     """One rank of the training."""
+    with OneCause(artifacts.run_folder(config) / FAILURE, "train"):
+        over = train(config)
+    if not over:
+        sys.exit(STOPPED)
+
+
+def train(config: Config) -> bool:
+    """Whether the training is over; False where it was asked to stop on the way."""
     initialise_distributed(config.launch.threads)
     folder = artifacts.run_folder(config)
     artifact = artifacts.features(config)
     store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, with_last_hidden=artifacts.reads(config).last_hidden)
     drafter = make_drafter(config)
     checkpoints = folder / "checkpoints"
-    start = json.loads((checkpoints / POINTER).read_text())["step"] if (checkpoints / POINTER).is_file() else 0
-    log = MetricLog(folder, config.wandb, name=config.name, config=settings_of(config), start=start)
+    last = last_of(checkpoints)
+    log = MetricLog(folder, config.wandb, name=config.name, config=settings_of(config), start=last.step if last else 0)
     trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
     say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
-    trainer.train(validation(config) if config.deepspeed.stage < 3 else None)  # replay needs the whole drafter on one rank
-    if rank() == 0:
+    over = trainer.train(validation(config) if config.deepspeed.stage < 3 else None)  # replay needs the whole drafter on one rank
+    if over and rank() == 0:
         write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
     log.close()
+    barrier()  # whoever leaves first with an exit code ends the others
+    return over
 
 
 def validation(config: Config):

@@ -153,6 +153,17 @@ class TrainConfig:
 
 
 @dataclass
+class ExportConfig:
+    """Which checkpoint becomes the drafter."""
+
+    checkpoint: str = "best"
+    """best has most predicted tokens per second on validation responses; last; or the number of a step whose checkpoint is still there."""
+
+    def __post_init__(self):
+        check(self.checkpoint in ("best", "last") or self.checkpoint.isdigit(), f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}")
+
+
+@dataclass
 class DeepSpeedConfig:
     """What of DeepSpeed's own configuration a user sets."""
 
@@ -252,6 +263,7 @@ class Config:
     cache: CacheConfig
     train: TrainConfig
     deepspeed: DeepSpeedConfig
+    export: ExportConfig
     evaluate: EvaluateConfig
     wandb: LogConfig
     launch: LaunchConfig
@@ -264,7 +276,7 @@ class Config:
 
 
 TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
-         "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
+         "deepspeed": DeepSpeedConfig, "export": ExportConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
 PLUGINS = ("drafter", "prompts", "gate", "rule")
 
 

@@ -79,9 +79,9 @@ def test_yaml_builds_into_its_dataclass(file):
 def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
     """The paper's -0.75 for this pair; a gate without threshold, and the user's own word, go before it."""
     pair = ["+drafter=eagle3", "+target=qwen3_8b"]
-    assert from_hydra(composed(pair)).gate.threshold == -0.75
+    assert from_hydra(composed(pair)).gate.paper_threshold == -0.75 and from_hydra(composed(pair)).gate.by_replay
     assert from_hydra(composed([*pair, "++gate.threshold=-1.0"])).gate.threshold == -1.0
-    assert from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b"])).gate.threshold == -0.5
+    assert from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b"])).gate.paper_threshold == -0.5
     assert type(from_hydra(composed([*pair, "gate=never"])).gate).__name__ == "Never"
     with pytest.raises(ValueError, match="fields of PairConfig"):
         from_hydra(composed([*pair, "++pair.treshold=-1.0"]))

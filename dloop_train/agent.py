@@ -1,5 +1,6 @@
 """Agent: one node's torchrun, which ends quietly because its ranks have said why: python -m dloop_train.agent <ranks> <torchrun's arguments>."""
 
+import logging
 import os
 import signal
 import socket
@@ -9,13 +10,14 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from dloop_train.launch import leave_error, ranks_of_node
-from dloop_train.ranks import die_with_parent
+from dloop_train.launch import ranks_of_node
+from dloop_train.ranks import die_with_parent, leave_cause
 
 
 def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the controller's business; the ranks inherit it
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # its word for ranks that ended is an error, whatever the reason
     wanted, *arguments = sys.argv[1:]
     ranks = ranks_of_node(int(wanted))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))  # torchrun would say 1, and an offloaded optimiser would crawl
@@ -25,7 +27,7 @@ def main() -> None:
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         if first.exitcode < 0:  # no rank can tell that it was killed
-            leave_error(f"{arguments[-1]}: a rank on {socket.gethostname()} was ended by signal {-first.exitcode} ({first.signal_name()}); "
+            leave_cause(f"{arguments[-1]}: a rank on {socket.gethostname()} was ended by signal {-first.exitcode} ({first.signal_name()}); "
                         f"SIGKILL often means that the node's memory is used up. The same command goes on from what is on disk")
         sys.exit(abs(first.exitcode))
     except SignalException as error:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import Source, TextBatch
 from dloop_train.drafters.base import Drafter
-from dloop_train.ranks import barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
+from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
@@ -24,8 +24,6 @@ from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, Last, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
 
-STOP = "stop"
-"""A file of this name in the run's folder asks for a checkpoint and a clean end."""
 SKIPPED = "skipped.jsonl"
 
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dloop_train.launch import ranks_of_node
-from dloop_train.ranks import FAILURE, die_with_parent
+from dloop_train.ranks import FAILURE, STOPPED, die_with_parent
 from dloop_train.runs import write_atomic
 
 
@@ -27,8 +27,11 @@ def main() -> None:
     try:
         torchrun.run(torchrun.parse_args([f"--nproc-per-node={ranks}", *arguments]))
     except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if STOPPED in codes and codes <= {STOPPED, -signal.SIGTERM}:
+            return  # all ranks have saved; a code other than 0 would have srun end other nodes that are on their way out
         tell_killed(arguments[-1], list(error.failures.values()))
-        sys.exit(max(abs(failure.exitcode) for failure in error.failures.values()))
+        sys.exit(max(map(abs, codes)))
     except SignalException as error:
         sys.exit(128 + error.sigval)
 

@@ -43,7 +43,7 @@ class Job:
     def log(self) -> str:
         return "".join(file.read_text(errors="replace") for file in sorted(self.root.glob("slurm/*.log")))
 
-    def wait_for(self, reached, seconds: float = 240) -> None:
+    def wait_for(self, reached, seconds: float = 400) -> None:
         """Until `reached()`; not `sbatch --wait`, which looks seldom."""
         deadline = time.monotonic() + seconds
         while not reached():

@@ -35,6 +35,9 @@ def run(config: Config) -> None:
         return
     artifacts.features(config).facts()
     start_ranks(config, "train")
+    if not finished(config):
+        say("train: stopped as asked; the same command goes on from the checkpoint")
+        sys.exit(STOPPED)
 
 
 def settings_of(config: Config) -> dict:

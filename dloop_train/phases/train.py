@@ -15,7 +15,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.validation import Validator
-from dloop_train.ranks import STOPPED, OneCause, barrier, initialise_distributed, rank, say, world_size
+from dloop_train.ranks import STOPPED, barrier, initialise_distributed, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import load_head, load_spec
 from dloop_train.training.engine import Trainer
@@ -25,7 +25,6 @@ from dloop_train.training.saves import last_of
 
 FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
-FAILURE = "failure.txt"
 
 
 def run(config: Config) -> None:
@@ -35,8 +34,10 @@ def run(config: Config) -> None:
         say(f"train: done before, {folder / 'checkpoints'}")
         return
     artifacts.features(config).facts()
-    (folder / FAILURE).unlink(missing_ok=True)
     start_ranks(config, "train")
+    if not finished(config):
+        say("train: stopped as asked; the same command goes on from the checkpoint")
+        sys.exit(STOPPED)
 
 
 def settings_of(config: Config) -> dict:
@@ -108,9 +109,7 @@ def initialise(drafter: Drafter, config: Config) -> None:
 
 def rank_main(config: Config) -> None:
     """One rank of the training."""
-    with OneCause(artifacts.run_folder(config) / FAILURE, "train"):
-        over = train(config)
-    if not over:
+    if not train(config):
         sys.exit(STOPPED)
 
 

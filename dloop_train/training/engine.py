@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import Source, TextBatch
 from dloop_train.drafters.base import Drafter
-from dloop_train.ranks import barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
+from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
@@ -24,8 +24,6 @@ from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, Last, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
 
-STOP = "stop"
-"""A file of this name in the run's folder asks for a checkpoint and a clean end."""
 SKIPPED = "skipped.jsonl"
 
 
@@ -222,12 +220,13 @@ class Trainer:
         # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
         scale = world_size() * len(prepared.batches)
         sums, losses, norm = {}, [], None
-        for batch, origins in zip(prepared.batches, prepared.origins, strict=True):
+        for turn, (batch, origins) in enumerate(zip(prepared.batches, prepared.origins, strict=True), 1):
+            self.engine.set_gradient_accumulation_boundary(turn == len(prepared.batches))
             result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
             losses.append(result.loss.detach())
             # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
             self.engine.backward(result.loss * torch.where(losses[-1].isfinite(), scale, math.nan))
-            if not self.guarded and self.engine.is_gradient_accumulation_boundary():
+            if not self.guarded and turn == len(prepared.batches):
                 norm = self.checked_norm()
             self.engine.step()
             sums = add_sums(sums, result.sums)
@@ -241,10 +240,11 @@ class Trainer:
         return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
 
     def checked_norm(self) -> float:
-        """The norm of gradients that all ranks have summed already; those that are not finite are dropped."""
+        """The norm of gradients that all ranks have summed already; those that are not finite are dropped, and the optimiser has nothing to do."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
         if not norm.isfinite():
             self.engine.zero_grad()
+            self.engine.set_gradient_accumulation_boundary(False)
         return float(norm)
 
     def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:

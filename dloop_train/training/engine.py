@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dloop_train.config import DeepSpeedConfig, TrainConfig, check
-from dloop_train.data.batches import Source, TextBatch, micro_batches, plan_epoch
+from dloop_train.data.batches import Source, TextBatch, micro_batches, packed, plan_epoch
 from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import barrier, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import write_atomic
@@ -110,7 +110,7 @@ class Trainer:
         self.settings, self.source, self.folder, self.log = settings, source, folder, log
         self.plan = Plan(source.lengths, settings)
         self.dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
-        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows)
+        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute)
         self.drafter = drafter
         self.engine = start_engine(unroll, settings, deepspeed, self.plan.micro_batches)
         self.device = self.engine.device
@@ -156,6 +156,7 @@ class Trainer:
         read = waiting.result()
         wait = time.perf_counter() - started
         batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
+        batches = [packed(batch) for batch in batches] if self.settings.pack else batches
         empty = [not indices for indices in self.plan.micros(self.step)]
         origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
                                 seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]

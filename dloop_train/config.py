@@ -121,7 +121,11 @@ class TrainConfig:
     max_length: int = 4096
     """Samples are cut on the right to this many tokens."""
     loss_rows: int = 1024
-    """Most [rows, V] logits alive at once; the rest is recomputed in chunks."""
+    """Most rows of logits alive at once: losses are taken, and differentiated, in chunks of so many."""
+    pack: bool = False
+    """Put the sequences of a micro-batch behind one another in one row, each seeing itself alone, in place of padding them to the longest."""
+    recompute: bool = False
+    """Keep of a stage only its states, and compute its backbone again in the backward pass: less memory, about a third more time."""
     seed: int = 0
     save_every: int = 200
     keep: int = 2

@@ -1,6 +1,5 @@
 """Laws of training on many ranks: stages agree, what is not finite changes nothing, a training that died goes on as if it had not."""
 
-import json
 from dataclasses import dataclass
 
 import pytest

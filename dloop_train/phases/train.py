@@ -23,7 +23,7 @@ from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
 from dloop_train.training.saves import last_of
 
-FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows")
+FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows", "pack", "recompute")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dloop_train.config import DeepSpeedConfig, TrainConfig
-from dloop_train.data.batches import Source, TextBatch
+from dloop_train.data.batches import Source, TextBatch, packed
 from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import read_jsonl, write_jsonl
@@ -120,7 +120,7 @@ class Trainer:
         self.saves.tidy()
         last = last_of(folder)
         universal = last is not None and self.saves.universal(last, deepspeed.stage)
-        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows)
+        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute)
         self.engine = start_engine(unroll, settings, deepspeed, self.plan.turns(world_size()), universal=universal)
         self.guarded = deepspeed.stage > 0 or settings.precision == "bfloat16"  # DeepSpeed's own optimisers skip what is not finite
         self.device = self.engine.device
@@ -195,6 +195,7 @@ class Trainer:
         read = waiting.result()
         wait = time.perf_counter() - started
         batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
+        batches = [packed(batch) for batch in batches] if self.settings.pack else batches
         share = self.plan.shares(self.step, world_size())[rank()]
         origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
                                 seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]

@@ -241,7 +241,7 @@ def test_a_shard_of_other_samples_is_refused(store):
     folder, facts, every = store
     with safe_open(shard_file(folder, 0), "pt") as file:
         metadata = file.metadata()
-    save_file(load_file(shard_file(folder, 0)), shard_file(folder, 0), metadata=metadata | {"ids": metadata["ids"].replace("s0", "z0")})
+    save_file(load_file(shard_file(folder, 0)), shard_file(folder, 0), metadata={"samples": metadata["samples"].replace("s0", "z0")})
     with pytest.raises(ValueError, match="sample z0 .* damaged"):
         FeatureStore(folder, facts, max_length=99)[0]
 

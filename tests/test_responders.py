@@ -1,6 +1,10 @@
 """Responders over HTTP: a real server on the tiny target, with faults; and vLLM's, where one runs."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -9,13 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from conftest import composed
+from test_pipeline import environment, wait_for
 
 from dloop_train.config import SamplingConfig
 from dloop_train.data.responses import Response, read_responses
 from dloop_train.phases import artifacts, generate
 from dloop_train.runs import read_jsonl
 from dloop_train.targets import openai
-from dloop_train.targets.responders import Refusal, respond
+from dloop_train.targets.responders import Refusal, decode_plain, respond
 from dloop_train.targets.sources import load_target
 
 
@@ -249,3 +254,48 @@ def test_responses_of_servers_have_a_key_of_their_own(tmp_path):
               for more in ([], ["responder.urls=[http://a:1/v1,http://b:1/v1]"], ["generate.batch_size=3"])]
     assert len({artifacts.responses(config).key for config in remote}) == 1
     assert artifacts.responses(local).key != artifacts.responses(remote[0]).key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("DLOOP_OPENAI_URL" not in os.environ, reason="set DLOOP_OPENAI_URL to a server of smollm2_135m in float32: python -m "
+                    "vllm.entrypoints.openai.api_server --model <folder of the converted target> --dtype float32")
+def test_a_real_servers_greedy_text_is_the_targets_own(tmp_path):
+    """Token by token what this project's own loop decodes in float32; another token only where two logits are as good as equal."""
+    config = composed("+drafter=dflash", "+target=smollm2_135m", "responder=openai", f"root={tmp_path}", f"responder.urls=[{os.environ['DLOOP_OPENAI_URL']}]",
+                      "++prompts.limit=24", "++target.sampling.temperature=0", "++generate.max_new_tokens=48", "++generate.greedy_max_new_tokens=1", "++generate.greedy_prompts=1")
+    generate.run(config)
+    target = load_target(config.target, dtype="float32", device="cpu")
+    responses, equal = texts(config).values(), 0
+    assert len(responses) == 24 and artifacts.responses(config).facts()["left_out_for"] == {}
+    for response in responses:
+        assert response.finished == (response.response_ids[-1] == 2) and (response.finished or len(response.response_ids) == 48)
+        equal += decode_plain(target, response.prompt_ids, max_new_tokens=48) == response.response_ids
+        ids = torch.tensor([response.prompt_ids + response.response_ids])
+        logits = target.read(ids[:, :-1], logits=slice(len(response.prompt_ids) - 1, None)).logits[0]
+        said = logits.gather(1, ids[0, len(response.prompt_ids):, None])[:, 0]
+        assert (logits.max(-1).values - said).max() < 1e-3
+    print(f"{equal} of {len(responses)} texts are equal")
+    assert equal >= 22
+
+
+@pytest.mark.slow
+def test_kill_and_rerun_asks_for_what_is_missing(server, tmp_path):
+    """Kill -9 while answers come: those that are there are neither lost nor asked for again."""
+    config = config_for(tmp_path, server.url)
+    command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "responder=openai", "prompts=jsonl", f"prompts.path={tmp_path / 'prompts.jsonl'}",
+               f"responder.urls=[{server.url}]", "responder.concurrency=2", "generate.max_new_tokens=8", "generate.greedy_max_new_tokens=2", "generate.greedy_prompts=1",
+               "name=test", "phases=[generate]"]
+    answers = artifacts.responses(config).partial / generate.ANSWERS
+    server.faults = [None] * 5 + ["slow"] * 1000
+    started = subprocess.Popen(command, env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    wait_for(lambda: answers.is_file() and answers.read_bytes().count(b"\n") == 5, "no answers")
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    kept = read_jsonl(answers)
+    with open(answers, "a") as file:
+        file.write(json.dumps(kept[0])[:30])  # as a kill in the middle of a line leaves it
+    server.faults, server.asked = [], []
+    done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(server.asked) == 7 and asked_once(server) and not {str(row["prompt_ids"]) for row in kept} & {str(body["prompt"]) for body in server.asked}
+    assert len(texts(config)) == 12 and all(texts(config)[row["id"]].row() == row for row in kept)

@@ -78,8 +78,8 @@ def write_shard(folder: Path, number: int, samples: Sequence[Sample]) -> None:
     samples = [replace(sample, tokens=sample.tokens.to(torch.int32)) for sample in samples]
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]).contiguous() for name in ROWS}
     beside = folder / f".{shard_file(folder, number).name}.{os.getpid()}"
-    names = {"ids": [sample.id for sample in samples], "checksums": [checksum(sample) for sample in samples]}
-    save_file(tensors, beside, metadata={name: json.dumps(values) for name, values in names.items()})
+    # One entry, since safetensors writes several in any order, and equal shards should be equal files.
+    save_file(tensors, beside, metadata={"samples": json.dumps([(sample.id, checksum(sample)) for sample in samples])})
     os.replace(beside, shard_file(folder, number))
 
 
@@ -137,11 +137,11 @@ class FeatureStore:
     def __getitem__(self, index: int) -> Sample:
         number = int(self.index.shard[index])
         start, length = int(self.index.start[index]), int(self.index.length[index])
-        file, ids, checksums = self.open(number)
-        place = index - self.index.of_shard(number)[0]
-        lying = Sample(ids[place], **{name: file.get_slice(name)[start:start + length] for name in ROWS})
+        file, samples = self.open(number)
+        identity, expected = samples[index - self.index.of_shard(number)[0]]
+        lying = Sample(identity, **{name: file.get_slice(name)[start:start + length] for name in ROWS})
         if not self.checked[index]:
-            if checksum(lying) != checksums[place]:
+            if checksum(lying) != expected:
                 raise ValueError(f"sample {lying.id} in {shard_file(self.folder, number)} is not what was written: the file is damaged; "
                                  f"delete {self.folder} and rerun phases=[cache]")
             self.checked[index] = True
@@ -154,6 +154,6 @@ class FeatureStore:
         path = shard_file(self.folder, number)
         try:
             file = safe_open(path, "pt")
-            return file, *(json.loads(file.metadata()[name]) for name in ("ids", "checksums"))
+            return file, json.loads(file.metadata()["samples"])
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read ({error}): the file is damaged; delete {self.folder} and rerun phases=[cache]") from error

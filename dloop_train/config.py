@@ -91,6 +91,17 @@ class CacheConfig:
 
 
 @dataclass
+class FeaturesConfig:
+    """Where a training gets the target's hidden states from."""
+
+    source: str = "disk"
+    """disk reads what the cache phase has written; online runs the target in the training step and stores nothing."""
+
+    def __post_init__(self):
+        check(self.source in ("disk", "online"), f"features.source must be disk or online, got {self.source!r}")
+
+
+@dataclass
 class TrainConfig:
     """Loop-aware training (DESIGN: cross-stage unrolling)."""
 
@@ -263,7 +274,10 @@ class Config:
     """A Gate (decoding/gates.py)."""
     rule: Any
     """A Rule (decoding/rules.py)."""
+    responder: Any
+    """A Responder (targets/responders.py)."""
     generate: GenerateConfig
+    features: FeaturesConfig
     cache: CacheConfig
     train: TrainConfig
     deepspeed: DeepSpeedConfig
@@ -279,9 +293,9 @@ class Config:
         check("/" not in self.name and self.name not in ("", ".", ".."), f"name must be a plain folder name, got {self.name!r}")
 
 
-TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
+TYPED = {"target": TargetConfig, "generate": GenerateConfig, "features": FeaturesConfig, "cache": CacheConfig, "train": TrainConfig,
          "deepspeed": DeepSpeedConfig, "export": ExportConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
-PLUGINS = ("drafter", "prompts", "gate", "rule")
+PLUGINS = ("drafter", "prompts", "gate", "rule", "responder")
 
 
 def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T:

@@ -44,6 +44,8 @@ class Source(Protocol):
     lengths: tuple[int, ...]
     """Tokens of every sample."""
 
+    def __len__(self) -> int: ...
+
     def read(self, indices: Sequence[int]) -> TextBatch:
         """Samples as they lie on disk. Called ahead of time, on a thread of its own."""
 

@@ -9,14 +9,16 @@ import torch
 
 from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter
 from dloop_train.config import Config
+from dloop_train.data.online import OnlineSource
 from dloop_train.data.responses import read_responses
-from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
+from dloop_train.phases.cache import require_source, training_source
 from dloop_train.phases.validation import Validator
 from dloop_train.ranks import STOPPED, barrier, initialise_distributed, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
+from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import load_head, load_spec
 from dloop_train.training.engine import Trainer
 from dloop_train.training.initialise import initialise_from_target
@@ -33,7 +35,7 @@ def run(config: Config) -> None:
     if finished(config):
         say(f"train: done before, {folder / 'checkpoints'}")
         return
-    artifacts.features(config).facts()
+    require_source(config)
     start_ranks(config, "train")
     if not finished(config):
         say("train: stopped as asked; the same command goes on from the checkpoint")
@@ -117,16 +119,17 @@ def train(config: Config) -> bool:
     """Whether the training is over; False where it was asked to stop on the way."""
     initialise_distributed(config.launch.threads)
     folder = artifacts.run_folder(config)
-    artifact = artifacts.features(config)
-    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, with_last_hidden=artifacts.reads(config).last_hidden)
+    source = training_source(config)
     drafter = make_drafter(config)
+    if isinstance(source, OnlineSource):
+        drafter.borrow(TargetHead.of(source.target))  # one copy of the two largest matrices
     checkpoints = folder / "checkpoints"
     last = last_of(checkpoints)
     log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0)
-    trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
-    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
+    trainer = Trainer(drafter, source, config.train, config.deepspeed, checkpoints, log)
+    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
-    over = trainer.train(Validator(config))
+    over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
     if over and rank() == 0:
         write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
     log.close()

@@ -12,11 +12,10 @@ from dloop_train.data.store import FeatureStore, Index, plan_shards, shard_file,
 from dloop_train.launch import processes, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
-from dloop_train.ranks import say
+from dloop_train.ranks import initialise_distributed, say
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_spec, load_target
 from dloop_train.targets.target import require_taps
-from dloop_train.training.engine import initialise_distributed
 from dloop_train.types import Reads, TargetSpec
 
 

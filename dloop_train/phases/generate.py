@@ -19,13 +19,12 @@ from dloop_train.data.responses import AnswerLog, Question, Response, Rows, merg
 from dloop_train.launch import processes, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
-from dloop_train.ranks import say
+from dloop_train.ranks import initialise_distributed, say
 from dloop_train.runs import write_atomic, write_jsonl
 from dloop_train.targets.prepack import prepack
 from dloop_train.targets.responders import Refusal, Remote, decode_plain, respond
 from dloop_train.targets.sources import load_target, load_tokenizer
 from dloop_train.targets.target import Target
-from dloop_train.training.engine import initialise_distributed
 
 GREEDY = ("validation", "test")
 WORK = "work"

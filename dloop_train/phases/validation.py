@@ -3,14 +3,17 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from dloop_train.config import Config, check
-from dloop_train.data.batches import TextBatch
+from dloop_train.data.batches import TextBatch, collate
+from dloop_train.data.online import read_batch, text_of
 from dloop_train.data.responses import Response, read_responses
+from dloop_train.data.store import drafters_row
 from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Gate
 from dloop_train.decoding.replay import Replay, walk_gate
@@ -99,10 +102,9 @@ class Validator:
 
     def text(self, response: Response) -> TextBatch:
         """A response with all that the drafter reads of the target, as one row."""
-        tokens = torch.tensor([response.prompt_ids + response.response_ids], device=self.target.device)
-        output = self.target.read(tokens, reads=artifacts.reads(self.config))
-        loss_mask = torch.arange(tokens.shape[1], device=tokens.device)[None] >= len(response.prompt_ids)
-        return TextBatch((response.id,), tokens, loss_mask, output.features, output.last_hidden)
+        reads = artifacts.reads(self.config)
+        (sample,) = read_batch(self.target, [text_of(response, self.config.train.max_length)], reads, self.target.dtype)
+        return collate([replace(sample, features=drafters_row(sample, reads))])
 
 
 def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int, stages: int) -> tuple[dict, float]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, linear_flops
+from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work, pair_work
 from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
@@ -82,6 +82,12 @@ class ChainDrafter(Drafter):
 
     # What all share
 
+    def step_flops(self, *, context: Work, one: Work, pair: Work, row: Work, has_own: bool) -> Flops:
+        """The products of a chain with so much work in one of its passes."""
+        shape = self.shape
+        return Flops(context=context, stage=self.k * one, own=Work(), pair=pair, queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row,
+                     teacher=Work(2 * shape.draft_vocab_size * shape.target_hidden_size), recomputed=not self.frozen_head)
+
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
 
@@ -145,9 +151,17 @@ class OwnKeysChain(ChainDrafter):
 
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn
-        head = 2 * self.shape.draft_vocab_size * self.shape.hidden_size
-        return Flops(linear_flops(self.fc, attention.k_proj, attention.v_proj), self.k * (linear_flops(layer) + self.pair_flops()), self.k * head)
+        keys = linear_work(attention.k_proj, attention.v_proj)
+        return self.step_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), pair=pair_work(self.shape.layers),
+                               row=self.head_work(), has_own=True)
 
-    def pair_flops(self) -> int:
-        """Work of pairing a token with a hidden state that the drafter fed back."""
-        return 0
+    def fuse_work(self) -> Work:
+        """A context row from the target's features to what the keys' projection reads."""
+        return linear_work(self.fc, reaches_inputs=False)
+
+    def pair_up_work(self) -> Work:
+        """Pairing a token with a hidden state that the drafter fed back."""
+        return Work()
+
+    def head_work(self) -> Work:
+        return frozen_work(self.shape.draft_vocab_size, self.shape.hidden_size)

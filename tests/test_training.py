@@ -251,7 +251,7 @@ def test_over_rows_gradient_in_forward():
     results = []
     for chunk, frozen in ((6, False), (2, True), (4, True)):
         hidden = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5).requires_grad_()
-        total, _ = over_rows(function, hidden, (tokens,), chunk, frozen=frozen)
+        total, _ = over_rows(function, (hidden, tokens), chunk)
         (3 * total).backward()
         results.append((total, hidden.grad))
     for total, gradient in results[1:]:

@@ -105,9 +105,7 @@ class Flops:
     row: Work
     """The logits of a supervised slot."""
     teacher: Work
-    """The target's logits of a supervised slot."""
-    recomputed: bool
-    """Whether the loss runs the rows' forward again in the backward pass. Otherwise it takes their gradient while the logits exist."""
+    """The target's logits of a supervised slot, and what compares with them."""
 
 
 @dataclass(kw_only=True)

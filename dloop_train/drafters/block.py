@@ -163,4 +163,4 @@ class BlockDrafter(Drafter):
         keys = linear_work(*(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)))
         return Flops(context=linear_work(self.fc, reaches_inputs=False) + keys, stage=self.shape.width * linear_work(self.layers), own=keys,
                      pair=pair_work(self.shape.layers), queries=self.shape.width, passes=1, has_own=True, slots=Work(),
-                     row=frozen_work(self.shape.vocab_size, self.shape.hidden_size), teacher=Work(), recomputed=False)
+                     row=frozen_work(self.shape.vocab_size, self.shape.hidden_size), teacher=Work())

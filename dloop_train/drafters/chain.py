@@ -8,7 +8,7 @@ from torch import Tensor
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
 from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work, pair_work
-from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
+from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
 
@@ -51,8 +51,6 @@ class ChainDrafter(Drafter):
     """
 
     shape: ChainShape
-    frozen_head = True
-    """Whether the rows of the lm_head are never trained."""
 
     def __init__(self, shape: ChainShape, head, *, k: int, decay: float):
         super().__init__(shape, head)
@@ -76,17 +74,23 @@ class ChainDrafter(Drafter):
         """Normed hidden states to logits over the draft vocabulary."""
         return self.head.logits(normed)
 
+    def head_weights(self) -> tuple[Tensor, ...]:
+        """Parameters of the drafter's own lm_head; none where it reads the target's."""
+        return ()
+
     def kept_ids(self) -> Tensor | None:
         """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
         return None
 
     # What all share
 
-    def step_flops(self, *, context: Work, one: Work, pair: Work, row: Work, has_own: bool) -> Flops:
-        """The products of a chain with so much work in one of its passes."""
-        shape = self.shape
-        return Flops(context=context, stage=self.k * one, own=Work(), pair=pair, queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row,
-                     teacher=Work(2 * shape.draft_vocab_size * shape.target_hidden_size), recomputed=not self.frozen_head)
+    def drafted_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Target ids as ids of the draft vocabulary, and which of them are in it (None: all)."""
+        kept = self.kept_ids()
+        if kept is None:
+            return tokens, None
+        places = torch.searchsorted(kept, tokens).clamp(max=len(kept) - 1)
+        return places, kept[places] == tokens
 
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
@@ -113,15 +117,19 @@ class ChainDrafter(Drafter):
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
         # The norm stays outside: it is trained, also where the head below it is frozen.
-        return stage_loss(self.row_loss, self.norm(stage.hidden), labels, self.slot_weights(), max_rows=max_rows, frozen=self.frozen_head)
+        return stage_loss(self.row_loss, self.norm(stage.hidden), labels, self.slot_weights(), max_rows=max_rows, head_weights=self.head_weights())
 
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head_logits(normed)
         with torch.no_grad():
             target = self.head.logits(teacher.to(normed.dtype), self.kept_ids())
-            correct = self.token_ids(logits.argmax(-1)) == tokens
-        losses = soft_cross_entropy(logits, target)
-        return (weights * losses).sum(), by_slot(correct, slots, self.k, losses)
+        losses, _ = row_losses(logits, tokens, target, soft=1.0)
+        return (weights * losses).sum(), by_slot(hits(logits, *self.drafted_ids(tokens)), slots, self.k, losses)
+
+    def chain_flops(self, *, context: Work, one: Work, pair: Work, row: Work, has_own: bool) -> Flops:
+        """The products of a chain with so much work in one of its passes."""
+        compared = Work(2 * self.shape.draft_vocab_size * (self.shape.target_hidden_size + 1))  # both distributions meet in one more product
+        return Flops(context=context, stage=self.k * one, own=Work(), pair=pair, queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
 
 
 class OwnKeysChain(ChainDrafter):
@@ -152,7 +160,7 @@ class OwnKeysChain(ChainDrafter):
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn
         keys = linear_work(attention.k_proj, attention.v_proj)
-        return self.step_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), pair=pair_work(self.shape.layers),
+        return self.chain_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), pair=pair_work(self.shape.layers),
                                row=self.head_work(), has_own=True)
 
     def fuse_work(self) -> Work:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.block import BlockConfig, BlockShape
-from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
+from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.drafters.token_head import TokenHeadDrafter, before
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
@@ -118,15 +118,16 @@ class Domino(TokenHeadDrafter):
         def row_loss(normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
             base = self.head.logits(normed)
             final = base + self.expand(codes)
-            losses = cross_entropy(final, tokens)
+            losses, _ = row_losses(final, tokens, hard=1 - share)
             if share:
-                losses = (1 - share) * losses + share * cross_entropy(base, tokens)
+                losses = losses + row_losses(base, tokens, hard=share)[0]
             return (weights * losses).sum(), by_slot(hits(final, tokens), slots, self.k, losses)
 
-        return stage_loss(row_loss, normed, labels, self.slot_weights(), max_rows=max_rows, frozen=False, extra=(self.codes(normed, anchors, labels.tokens),))
+        return stage_loss(row_loss, normed, labels, self.slot_weights(), max_rows=max_rows,
+                          head_weights=(self.embed_proj[2].weight,), extra=(self.codes(normed, anchors, labels.tokens),))
 
     def flops(self) -> Flops:
         plain, heard, remembered = super().flops(), 2 * self.prefix_gru.weight_ih_l0.numel(), 2 * self.prefix_gru.weight_hh_l0.numel()
         # Embeddings, and the empty memory that the first slot starts from, have no gradient.
         gru = self.k * Work(heard + remembered, heard + remembered) + (self.k - 1) * Work(0, remembered)
-        return replace(plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2]), recomputed=True)
+        return replace(plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2]))

@@ -110,7 +110,7 @@ class Assistant(ChainDrafter):
 
     def __init__(self, shape: AssistantShape, head: TargetHead | None, *, k: int, decay: float, position: str, train_embedding: bool):
         super().__init__(shape, head, k=k, decay=decay)
-        self.position, self.frozen_head = position, not train_embedding
+        self.position = position
         self.pre_projection = nn.Linear(2 * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.post_projection = nn.Linear(shape.hidden_size, shape.target_hidden_size, bias=False)
         self.embed_tokens = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)  # an embedding's table, used as the lm_head alone
@@ -149,9 +149,12 @@ class Assistant(ChainDrafter):
     def feedback(self, hidden: Tensor) -> Tensor:
         return self.post_projection(self.norm(hidden))
 
+    def head_weights(self) -> tuple[Tensor, ...]:
+        return (self.embed_tokens.weight,)
+
     def head_logits(self, normed: Tensor) -> Tensor:
         return self.embed_tokens(normed)
 
     def flops(self) -> Flops:
-        return self.step_flops(context=Work(), one=linear_work(self.pre_projection, self.post_projection, self.layers), has_own=False,
+        return self.chain_flops(context=Work(), one=linear_work(self.pre_projection, self.post_projection, self.layers), has_own=False,
                                pair=pair_work(self.shape.layers, lent_keys=True), row=linear_work(self.embed_tokens))

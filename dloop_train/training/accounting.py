@@ -69,7 +69,8 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: Tra
     `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step.
     """
     element = 2 if train.precision == "bfloat16" else 4
-    work, held = forward_backward(drafter, counts), held_for_backward(drafter, counts, element)
+    recomputed = deepspeed.stage == 3 and trained_head(drafter.flops()) > 0
+    work, held = forward_backward(drafter, counts, recomputed=recomputed), held_for_backward(drafter, counts, element)
     tokens = counts.sequences * counts.length
     inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
     terms = [Term("target features", forward=micro_batches * target_flops, held=inputs, moved=micro_batches * tokens * row_bytes)]
@@ -189,11 +190,11 @@ def mean_logit_passes(terms: Terms) -> float:
 # Products
 
 
-def forward_backward(drafter: Drafter, counts: Counts) -> dict[tuple[str, int], Work]:
+def forward_backward(drafter: Drafter, counts: Counts, *, recomputed: bool = False) -> dict[tuple[str, int], Work]:
     """The products of a micro-batch by (term, stage).
 
-    Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. Where the loss
-    takes the rows' gradient while their logits exist, that gradient still stands under backward.
+    Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. The loss takes
+    the rows' gradient while their logits exist, but it stands under backward; `recomputed` says that the loss runs them twice.
     """
     flops, k = drafter.flops(), drafter.k
     terms = {("context K/V", 0): counts.sequences * counts.length * flops.context}
@@ -203,8 +204,8 @@ def forward_backward(drafter: Drafter, counts: Counts) -> dict[tuple[str, int], 
         terms["attention to own states", stage] = branches * (own_pairs(flops, k, stage) if flops.has_own else 0) * flops.pair
         terms["own states' K/V", stage] = (branches * k if stage > 1 else 0) * flops.own
         terms["token heads", stage] = (branches if rows else 0) * flops.slots
-        terms["logits", stage] = rows * with_recompute(flops.row, flops)
-        terms["teacher's logits", stage] = rows * with_recompute(flops.teacher, flops)
+        terms["logits", stage] = rows * again(flops.row, recomputed)
+        terms["teacher's logits", stage] = rows * again(flops.teacher, recomputed)
     return {name: work for name, work in terms.items() if work.total}
 
 
@@ -214,9 +215,14 @@ def own_pairs(flops: Flops, k: int, stage: int) -> int:
     return sum(queries * ((stage - 1) * k + (number + 1) * queries) for number in range(flops.passes))
 
 
-def with_recompute(work: Work, flops: Flops) -> Work:
-    """With the forward that the backward pass of the loss runs once more."""
-    return Work(work.forward, work.backward + work.forward) if flops.recomputed else work
+def again(work: Work, recomputed: bool) -> Work:
+    """With the forward that the backward pass runs once more."""
+    return Work(work.forward, work.backward + work.forward) if recomputed else work
+
+
+def trained_head(flops: Flops) -> float:
+    """Numbers of the matrices with V rows that are trained: the row's own gradient costs as much as its forward, theirs as much again."""
+    return (flops.row.backward - flops.row.forward) / 2
 
 
 # Memory
@@ -242,7 +248,8 @@ def held_for_backward(drafter: Drafter, counts: Counts, element: int) -> dict[tu
         # Every pass keeps a copy of its own of the keys and values behind it.
         terms["attention to own states", stage] = branches * own * (score + kept * flops.passes / flops.queries)
         terms["own states' K/V", stage] = branches * k * (norm + keys) if flops.own.total and stage > 1 else 0.0
-        terms["logits", stage] = (branches * k * norm if rows else 0.0) + rows * 2 * shape.hidden_size * element
+        # The rows' gradient waits for the backward pass, and so does that of a trained head.
+        terms["logits", stage] = (branches * k * norm + rows * 2 * shape.hidden_size * element + trained_head(flops) * element) if rows else 0.0
     return {name: held for name, held in terms.items() if held}
 
 
@@ -285,18 +292,18 @@ def working_space(drafter: Drafter, counts: Counts, held: dict[tuple[str, int], 
     flops, heads = drafter.flops(), max(layer.self_attn.heads for layer in drafter.layers)
     most = 0.0
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
-        so_far = sum(size for (_, of_stage), size in held.items() if of_stage <= stage)
+        so_far = sum(size for (_, of_stage), size in held.items() if of_stage <= stage) - (trained_head(flops) * element if rows else 0)
         scores = branches * flops.queries / flops.passes * heads * counts.length * 3 * element
         most = max(most, so_far + max(scores, chunk_bytes(drafter, flops, min(loss_rows, rows), element)))
     return max(0.0, most - sum(held.values()))
 
 
 def chunk_bytes(drafter: Drafter, flops: Flops, rows: float, element: int) -> float:
-    """A chunk of the loss at work: its logits, log-softmax and gradient in fp32, a teacher's logits and distribution; and of a trained head the old gradient and the new."""
-    shape, vocabulary = drafter.shape, draft_vocabulary(drafter)
-    trained = (flops.row.backward - flops.row.forward) / 2  # numbers of the matrices that have a gradient
-    kept = vocabulary * shape.target_hidden_size if flops.teacher.total and vocabulary < shape.vocab_size else 0  # rows copied from the target's head
-    return rows * vocabulary * 4 * (5 if flops.teacher.total else 3) + (2 * trained + kept) * element if rows else 0.0
+    """A chunk of the loss at work: logits and probabilities, with a teacher also its, in fp32; and a trained head's gradient, by itself and in the sum."""
+    shape, vocabulary, taught = drafter.shape, draft_vocabulary(drafter), flops.teacher.total > 0
+    kept = vocabulary * shape.target_hidden_size * element if taught and vocabulary < shape.vocab_size else 0  # rows copied from the target's head
+    wide = 16 if taught else 8 + element % 4  # bf16 logits stand beside the fp32 ones
+    return rows * vocabulary * wide + max(trained_head(flops) * (element + 4), kept) if rows else 0.0
 
 
 def draft_vocabulary(drafter: Drafter) -> int:

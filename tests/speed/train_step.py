@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from hydra import compose, initialize_config_dir
-from live_bytes import LiveBytes
+from watching import Watching
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor
 

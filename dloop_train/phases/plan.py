@@ -126,7 +126,7 @@ def estimate(config: Config) -> Estimate:
     return Estimate(
         phases=phase_lines(config), prompts=prompts_text(config, prompts), counts=counted, spec=spec,
         target_parameters=sum(parameter.numel() for parameter in model.parameters()), row_bytes=bytes_of_row,
-        store_bytes=counted.stored_tokens * bytes_of_row if counted else None,
+        store_bytes=counted.stored_tokens * bytes_of_row * (config.features.source == "disk") if counted else None,
         present_bytes=sum(file.stat().st_size for folder in (store.folder, store.partial) for file in folder.glob("*.safetensors")),
         free_bytes=shutil.disk_usage(existing_parent(config.root)).free,
         generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens if counted else None,
@@ -327,7 +327,7 @@ def as_text(config: Config, estimated: Estimate) -> str:
     warnings = list(estimated.warnings)
     if not estimated.fits:
         warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
-                        f"are free; set prompts.limit, lower generate.max_new_tokens, or choose another root=")
+                        f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root=")
     parts = ["Settings", *table(settings_rows(config)), "", "Phases", *table(phase_rows(estimated)), "", "Data", *table(data_rows(estimated)), "",
              "Training", *table(training_rows(config, estimated)), *step_lines(estimated.drafter), "", "Time", *table(time_rows(config, estimated)),
              *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
@@ -365,9 +365,10 @@ def data_rows(estimated: Estimate) -> list[list[str]]:
         return [["prompts", estimated.prompts], ["tokens, disk", "unknown"], ["free disk", size(estimated.free_bytes)]]
     bound = "" if found.measured else "at most "
     rest = "" if found.measured else ", from max_prompt_tokens and max_new_tokens"
+    store = f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"
     return [["prompts", estimated.prompts],
             ["tokens", f"{bound}{found.prompt_tokens:,} of prompts and {found.response_tokens:,} of responses{rest}"],
-            ["feature store", f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"],
+            ["feature store", store if estimated.store_bytes else "none: the target runs in the training step"],
             ["on disk already", size(estimated.present_bytes)], ["free disk", size(estimated.free_bytes)]]
 
 

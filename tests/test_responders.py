@@ -170,7 +170,7 @@ def test_a_server_without_ids_is_read_by_its_text(server, tmp_path, capfd):
     assert "returns no token ids" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("choice, ids", [({"text": "ab", "finish_reason": "stop", "stop_reason": None}, [69, 70, 2]), ({"text": "ab", "finish_reason": "length"}, [69, 70]),
+@pytest.mark.parametrize("choice, ids", [({"text": "ab", "finish_reason": "stop", "stop_reason": None}, [68, 69, 2]), ({"text": "ab", "finish_reason": "length"}, [68, 69]),
                                          ({"token_ids": [9, 2], "finish_reason": "stop"}, [9, 2]), ({"token_ids": [9], "finish_reason": "stop", "stop_reason": 2}, [9, 2])])
 def test_an_answer_that_ended_ends_with_its_stop_id(choice, ids, tiny):
     reader = openai.Reader(composed("+drafter=dflash", "+target=tiny_llama").target, tiny.tokenizer)

@@ -243,7 +243,7 @@ class LogConfig:
 
     project: str = "dloop_train"
     mode: str = "auto"
-    """auto is online with a key and offline without one; or online, offline, disabled."""
+    """auto is what WANDB_MODE says, else online with a key and offline without one; or online, offline, disabled."""
 
     def __post_init__(self):
         modes = ("auto", "online", "offline", "disabled")

@@ -91,6 +91,17 @@ class CacheConfig:
 
 
 @dataclass
+class FeaturesConfig:
+    """Where a training gets the target's hidden states from."""
+
+    source: str = "disk"
+    """disk reads what the cache phase has written; online runs the target in the training step and stores nothing."""
+
+    def __post_init__(self):
+        check(self.source in ("disk", "online"), f"features.source must be disk or online, got {self.source!r}")
+
+
+@dataclass
 class TrainConfig:
     """Loop-aware training (DESIGN: cross-stage unrolling)."""
 
@@ -121,25 +132,50 @@ class TrainConfig:
     max_length: int = 4096
     """Samples are cut on the right to this many tokens."""
     loss_rows: int = 1024
-    """Most [rows, V] logits alive at once; the rest is recomputed in chunks."""
+    """Most rows of logits alive at once: losses are taken, and differentiated, in chunks of so many."""
+    pack: bool = False
+    """Put the sequences of a micro-batch behind one another in one row, each seeing itself alone, in place of padding them to the longest."""
+    recompute: bool = False
+    """Keep of a stage only its states, and compute its backbone again in the backward pass: less memory, about a third more time."""
     seed: int = 0
     save_every: int = 200
     keep: int = 2
+    """Checkpoints that stay on disk, beside the best."""
     log_every: int = 10
     validate_every: int = 0
-    """Replay on validation prompts every so many steps; 0 is only before the first and after the last."""
+    """Replay on validation prompts every so many steps, before the first and after the last; 0 is as often as validate_share allows."""
+    validate_share: float = 0.05
+    """Most of the time that validations between the first and the last step may take, where validate_every is 0."""
     validate_prompts: int = 16
+    patience: int = 0
+    """Validations in a row without a better score after which training ends; 0 never ends it early."""
+    max_skipped: int = 10
+    """Steps in a row that may be skipped because a loss or a gradient is not finite; one more stops the run."""
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
 
     def __post_init__(self):
         check(self.depth_exposure >= 0, f"train.depth_exposure must not be negative, got {self.depth_exposure}")
         check(self.stages in ("first_last", "all", "last"), f"train.stages must be first_last, all or last, got {self.stages!r}")
-        check(self.batch_size % self.micro_batch_size == 0,
-              f"train.batch_size {self.batch_size} must be a multiple of train.micro_batch_size {self.micro_batch_size}")
+        for name in ("batch_size", "micro_batch_size", "save_every", "keep", "log_every"):
+            check(getattr(self, name) >= 1, f"train.{name} must be positive, got {getattr(self, name)}")
+        for name in ("validate_every", "patience", "max_skipped"):
+            check(getattr(self, name) >= 0, f"train.{name} must not be negative, got {getattr(self, name)}")
+        check(0 < self.validate_share < 1, f"train.validate_share must be between 0 and 1, got {self.validate_share}")
         check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")
         check(self.origins >= 1, f"train.origins must be positive, got {self.origins}")
         check(self.base_epochs >= 0, f"train.base_epochs must not be negative, got {self.base_epochs}")
+
+
+@dataclass
+class ExportConfig:
+    """Which checkpoint becomes the drafter."""
+
+    checkpoint: str = "best"
+    """best has most predicted tokens per second on validation responses; last; or the number of a step whose checkpoint is still there."""
+
+    def __post_init__(self):
+        check(self.checkpoint in ("best", "last") or self.checkpoint.isdigit(), f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}")
 
 
 @dataclass
@@ -147,20 +183,34 @@ class DeepSpeedConfig:
     """What of DeepSpeed's own configuration a user sets."""
 
     stage: int = 0
+    """ZeRO: 1 shares out the optimiser over the ranks, 2 the gradients too, 3 the weights too."""
     offload: bool = False
+    """Keep the optimiser, and at stage 3 the weights, in the memory of the host."""
 
     def __post_init__(self):
         check(self.stage in (0, 1, 2, 3), f"deepspeed.stage must be 0, 1, 2 or 3, got {self.stage}")
+        check(self.stage or not self.offload, "deepspeed.offload needs ZeRO: choose deepspeed=zero1, zero2 or zero3")
 
 
 @dataclass
 class LaunchConfig:
     """How the ranks of a phase are started."""
 
+    launcher: str = "auto"
+    """torchrun: on this machine. srun: on every node of the Slurm allocation. hostfile: on its hosts, by DeepSpeed's launcher.
+    auto: the hostfile if there is one, srun in an allocation of several nodes, else torchrun."""
+    hostfile: str = ""
+    """File with a line `name slots=n` for each host; slots are ranks."""
     processes: int = 0
-    """Ranks on this node; 0 means one for each accelerator, one on a CPU."""
+    """Ranks on each node; 0 means one for each accelerator of the node, one on a CPU."""
     threads: int = 0
     """Threads of a CPU rank; 0 shares the cores out."""
+
+    def __post_init__(self):
+        launchers = ("auto", "torchrun", "srun", "hostfile")
+        check(self.launcher in launchers, f"launch.launcher must be one of {launchers}, got {self.launcher!r}")
+        check(self.launcher != "hostfile" or bool(self.hostfile), "launch.launcher=hostfile needs launch.hostfile=<file with a line `name slots=n` for each host>")
+        check(not (self.hostfile and self.processes), f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; give one of them")
 
 
 @dataclass
@@ -224,10 +274,14 @@ class Config:
     """A Gate (decoding/gates.py)."""
     rule: Any
     """A Rule (decoding/rules.py)."""
+    responder: Any
+    """A Responder (targets/responders.py)."""
     generate: GenerateConfig
+    features: FeaturesConfig
     cache: CacheConfig
     train: TrainConfig
     deepspeed: DeepSpeedConfig
+    export: ExportConfig
     evaluate: EvaluateConfig
     wandb: LogConfig
     launch: LaunchConfig
@@ -239,9 +293,9 @@ class Config:
         check("/" not in self.name and self.name not in ("", ".", ".."), f"name must be a plain folder name, got {self.name!r}")
 
 
-TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
-         "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
-PLUGINS = ("drafter", "prompts", "gate", "rule")
+TYPED = {"target": TargetConfig, "generate": GenerateConfig, "features": FeaturesConfig, "cache": CacheConfig, "train": TrainConfig,
+         "deepspeed": DeepSpeedConfig, "export": ExportConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
+PLUGINS = ("drafter", "prompts", "gate", "rule", "responder")
 
 
 def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T:

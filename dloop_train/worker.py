@@ -6,16 +6,14 @@ import sys
 from omegaconf import OmegaConf
 
 from dloop_train.config import from_hydra
-from dloop_train.ranks import die_with_parent
+from dloop_train.ranks import OneCause, die_with_parent
 
 
 def main() -> None:
     die_with_parent()
     path, phase = sys.argv[1:]
-    try:
+    with OneCause(phase):
         importlib.import_module(f"dloop_train.phases.{phase}").rank_main(from_hydra(OmegaConf.load(path)))
-    except (ValueError, OSError) as error:
-        sys.exit(f"dloop_train: {phase}: {error}")
 
 
 if __name__ == "__main__":

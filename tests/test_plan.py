@@ -103,8 +103,7 @@ def test_a_backbone_that_does_not_fit_is_refused_before_anything_runs(override, 
 
 
 def test_what_would_stop_the_run_is_said(tmp_path):
-    config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, "++launch.processes=3")
-    assert any("cannot be shared by 3 ranks" in warning for warning in estimated.warnings)
+    config, _ = planned(tmp_path, "+drafter=dflash", *TINY)
     folder = artifacts.run_folder(config)
     folder.mkdir(parents=True)
     (folder / "training.json").write_text(json.dumps({"features": "another"}))

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work, pair_work
+from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
+from dloop_train.drafters.layers import Places
 from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
@@ -95,10 +96,9 @@ class ChainDrafter(Drafter):
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
 
-    def open(self, kv: tuple[KV, ...], projected: Tensor, start: int, origins: Tensor) -> DraftState:
-        rows = (origins - 1 - start)[..., None].expand(-1, -1, projected.shape[-1])
-        hidden = projected.gather(1, rows)[:, :, None]  # [B, N, 1, D]
-        return DraftState(context=kv, own=None, origin=origins, position=origins, hidden=hidden)
+    def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
+        rows = (origins - 1 - context.start)[..., None].expand(-1, -1, projected.shape[-1])
+        return replace(super().open(kv, projected, context, origins), hidden=projected.gather(1, rows)[:, :, None])  # [B, N, 1, D]
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
         own, fed = state.own, state.hidden[:, :, -1]
@@ -126,10 +126,10 @@ class ChainDrafter(Drafter):
         losses, _ = row_losses(logits, tokens, target, soft=1.0)
         return (weights * losses).sum(), by_slot(hits(logits, *self.drafted_ids(tokens)), slots, self.k, losses)
 
-    def chain_flops(self, *, context: Work, one: Work, pair: Work, row: Work, has_own: bool) -> Flops:
+    def chain_flops(self, *, context: Work, one: Work, row: Work, has_own: bool) -> Flops:
         """The products of a chain with so much work in one of its passes."""
         compared = Work(2 * self.shape.draft_vocab_size * (self.shape.target_hidden_size + 1))  # both distributions meet in one more product
-        return Flops(context=context, stage=self.k * one, own=Work(), pair=pair, queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
+        return Flops(context=context, stage=self.k * one, own=Work(), queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
 
 
 class OwnKeysChain(ChainDrafter):
@@ -140,28 +140,28 @@ class OwnKeysChain(ChainDrafter):
     strictly before that row.
     """
 
+    lag = 1
+
     def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [..., D] and what enters the attention's projections, of (token, hidden state) pairs."""
         raise NotImplementedError
 
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
         projected = self.project_features(context.features)
-        positions = torch.arange(context.start, context.start + projected.shape[1], device=projected.device).expand(projected.shape[:2])
         # One layer: the keys of a row need its inputs alone, no attention.
-        return (self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], positions),), projected
+        return (self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], self.places_of(context)),), projected
 
     def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, tuple[KV, ...] | None]:
         layer = self.layers[0]
-        positions = (state.position - 1 + step)[..., None]  # [B, N, 1]
+        places = Places((state.position - 1 + step)[..., None])  # [B, N, 1]
         residual, row = (part[:, :, None] for part in self.inputs(tokens, fed))
-        own = append(own, (layer.self_attn.project(row, positions),), dim=2)
-        return layer.finish(residual, layer.self_attn(row, positions, state.context[0], own[0], state.origin - 1))[:, :, 0], own
+        own = append(own, (layer.self_attn.project(row, places),), dim=2)
+        return layer.finish(residual, layer.self_attn(row, places, state.context[0], own[0], state.sight))[:, :, 0], own
 
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn
         keys = linear_work(attention.k_proj, attention.v_proj)
-        return self.chain_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), pair=pair_work(self.shape.layers),
-                               row=self.head_work(), has_own=True)
+        return self.chain_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), row=self.head_work(), has_own=True)
 
     def fuse_work(self) -> Work:
         """A context row from the target's features to what the keys' projection reads."""

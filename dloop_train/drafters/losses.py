@@ -26,7 +26,8 @@ class _GradientInForward(torch.autograd.Function):
         for start in range(0, chunks * chunk, chunk):
             part = [row[start:start + chunk].detach().requires_grad_(needed) for row, needed in zip(rows, wanted, strict=True)]
             with torch.enable_grad():
-                loss, measured = function(*part)
+                # as views: hooks on modules, such as a FLOP counter's, cannot take leaves here
+                loss, measured = function(*(row.view_as(row) for row in part))
             asked = [row for row, needed in zip(part, wanted, strict=True) if needed]
             gradients = torch.autograd.grad(loss, [*asked, *learned], allow_unused=True, materialize_grads=True)
             pieces.append(gradients[:len(asked)])

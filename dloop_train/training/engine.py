@@ -1,96 +1,30 @@
-"""Engine: DeepSpeed around Unroll - the step loop, checkpoints and resuming."""
+"""Engine: DeepSpeed around Unroll - the step loop, what is skipped, when to validate, save and stop."""
 
+import copy
 import json
-import shutil
+import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from dloop_train.config import DeepSpeedConfig, TrainConfig, check
-from dloop_train.data.batches import Source, TextBatch, micro_batches, plan_epoch
+from dloop_train.config import DeepSpeedConfig, TrainConfig
+from dloop_train.data.batches import Source, TextBatch, packed
 from dloop_train.drafters.base import Drafter
-from dloop_train.ranks import barrier, peak_memory, rank, say, sum_over_ranks, world_size
-from dloop_train.runs import write_atomic
+from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
+from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
-from dloop_train.training.metrics import MetricLog, reduce_sums
-from dloop_train.training.schedule import learning_rate
-from dloop_train.training.unroll import Terms, Unroll
+from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
+from dloop_train.training.plan import Plan
+from dloop_train.training.saves import Best, Checkpoints, Last, gathered, last_of
+from dloop_train.training.unroll import TERMS, Terms, Unroll
 
-POINTER = "last.json"
-WEIGHTS = "weights.safetensors"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every step of the training, a pure function of the data and the settings."""
-
-    lengths: tuple[int, ...]
-    settings: TrainConfig
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-len(self.lengths) // self.settings.batch_size)
-
-    @property
-    def base_steps(self) -> int:
-        """Steps of the base recipe, which come first."""
-        return round(self.settings.base_epochs * self.steps_per_epoch)
-
-    @property
-    def steps(self) -> int:
-        return self.base_steps + (self.settings.steps or max(1, round(self.settings.epochs * self.steps_per_epoch)))
-
-    def depth_exposure(self, step: int) -> int:
-        """N of a step."""
-        return 0 if step < self.base_steps else self.settings.depth_exposure
-
-    def learning_rate(self, step: int) -> float:
-        """Each recipe warms up and decays by itself."""
-        if step < self.base_steps:
-            return learning_rate(step, self.base_steps, self.settings.base_lr, self.settings.warmup)
-        return learning_rate(step - self.base_steps, self.steps - self.base_steps, self.settings.lr, self.settings.warmup)
-
-    def progress(self, step: int) -> float:
-        """How far the released objective has come, in [0, 1]: base steps bring it to its end, without them all steps do."""
-        return min(step / (self.base_steps or self.steps), 1.0)
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step on each rank."""
-        total = self.settings.batch_size // self.settings.micro_batch_size
-        check(total % world_size() == 0, f"train.batch_size {self.settings.batch_size} / train.micro_batch_size {self.settings.micro_batch_size} = {total} "
-              f"micro-batches cannot be shared by {world_size()} ranks")
-        return total // world_size()
-
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def micros(self, step: int) -> list[list[int]]:
-        """This rank's micro-batches of a step: the m-th of the step goes to rank m modulo the world size."""
-        if not hasattr(self, "_epoch") or self._epoch[0] != self.epoch(step):
-            order = plan_epoch(self.lengths, self.settings.batch_size, self.settings.seed, self.epoch(step))
-            object.__setattr__(self, "_epoch", (self.epoch(step), order))
-        indices = self._epoch[1][step % self.steps_per_epoch]
-        every = micro_batches(indices, self.settings.micro_batch_size, self.settings.batch_size // self.settings.micro_batch_size)
-        return every[rank()::world_size()]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a step's forward passes need, drawn before the first of them."""
-
-    batches: list[TextBatch]
-    origins: list[Origins]
-    tokens: int
-    wait: float
-    """Seconds that the step waited for its data."""
+SKIPPED = "skipped.jsonl"
 
 
 @dataclass(frozen=True)
@@ -103,166 +37,299 @@ class Validation:
     """What the best checkpoint has most of: predicted tokens per second."""
 
 
+Validate = Callable[[int, Drafter], Validation]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a resumed training knows beside its weights and its optimiser."""
+
+    step: int = 0
+    skipped: int = 0
+    """Steps without an update, because a loss or a gradient was not finite."""
+    skipped_in_a_row: int = 0
+    worse: int = 0
+    """Validations since the best one."""
+    start_score: float | None = None
+    """Of the drafter before the first step."""
+    validation_seconds: float = 0.0
+    """What the last validation took."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a step's forward passes need, drawn before the first of them."""
+
+    batches: list[TextBatch]
+    origins: list[Origins]
+    tokens: int
+    """Of this rank's samples, without padding."""
+    wait: float
+    """Seconds that the step waited for its data."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of a step after their one sum."""
+
+    weights: Tensor
+    """Label weights of each term. [2] as TERMS"""
+    tokens: float
+    origins: float
+    stop: bool
+    """Save and leave after this step."""
+    validate: bool
+    """Validate after this step."""
+
+
+@dataclass
+class Window:
+    """Sums since the last logged row."""
+
+    started: float
+    steps: int = 0
+    tokens: float = 0.0
+    origins: float = 0.0
+    wait: float = 0.0
+
+    def add(self, agreed: Agreed, wait: float) -> None:
+        self.steps += 1
+        self.tokens += agreed.tokens
+        self.origins += agreed.origins
+        self.wait += wait
+
+    def row(self) -> dict[str, float]:
+        """Rates of all ranks together, and the worst rank's memory."""
+        seconds = time.perf_counter() - self.started
+        wait = sum(gather_over_ranks(self.wait)) / world_size()
+        return {"tokens_per_second": self.tokens / seconds, "origins_per_second": self.origins / seconds, "seconds_per_step": seconds / self.steps,
+                "wait_share": wait / seconds, "memory_gb": most_over_ranks(peak_memory()) / 1e9}
+
+
 class Trainer:
     """Trains a drafter on a source of features; everything that decides a step's numbers is a function of its number."""
 
     def __init__(self, drafter: Drafter, source: Source, settings: TrainConfig, deepspeed: DeepSpeedConfig, folder: Path, log: MetricLog):
-        self.settings, self.source, self.folder, self.log = settings, source, folder, log
+        self.drafter, self.source, self.settings, self.log = drafter, source, settings, log
+        self.run_folder = folder.parent
         self.plan = Plan(source.lengths, settings)
+        self.stand_in = self.plan.shortest
         self.dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
-        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows)
-        self.drafter = drafter
-        self.engine = start_engine(unroll, settings, deepspeed, self.plan.micro_batches)
+        self.twin = twin_of(drafter) if deepspeed.stage == 3 else None
+        self.saves = Checkpoints(folder, settings.keep)
+        self.saves.tidy()
+        last = last_of(folder)
+        universal = last is not None and self.saves.universal(last, deepspeed.stage)
+        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute)
+        self.engine = start_engine(unroll, settings, deepspeed, self.plan.turns(world_size()), universal=universal)
+        self.guarded = deepspeed.stage > 0 or settings.precision == "bfloat16"  # DeepSpeed's own optimisers skip what is not finite
         self.device = self.engine.device
         drafter.borrow(drafter.head.to(self.device, self.dtype))
-        self.step = self.resume()
+        self.standing = self.resume(last, universal) if last else Standing()
+        self.best = self.saves.best()
+        self.validated = time.perf_counter()
+        forget_rows_after(self.run_folder / SKIPPED, self.standing.step)
 
-    def train(self, validate: Callable[[int, Drafter], Validation] | None = None) -> None:
-        """Run the remaining steps. `validate` is called before the first, every validate_every steps and at the end, on every rank."""
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.standing.step
+
+    def resume(self, last: Last, universal: bool) -> Standing:
+        return Standing(**self.saves.load(self.engine, last, universal=universal)["standing"])
+
+    def train(self, validate: Validate | None = None) -> bool:
+        """Run the remaining steps; False where a stop was asked for before the end.
+
+        `validate` is called on every rank: before the first step, after the last and in between as the settings say.
+        """
         total = self.plan.steps
         if validate is not None and self.step == 0:
             self.validate(validate)
-        started, seen = time.perf_counter(), 0
         with ThreadPoolExecutor(1) as ahead, tqdm(total=total, initial=self.step, unit="step", desc="train", disable=rank() != 0) as bar:
-            waiting = ahead.submit(self.load, self.step)
-            while self.step < total:
+            waiting = ahead.submit(self.load, min(self.step, total - 1))
+            window = Window(time.perf_counter())
+            while self.step < total and not self.out_of_patience:
                 prepared = self.prepare(waiting)
                 if self.step + 1 < total:
                     waiting = ahead.submit(self.load, self.step + 1)
-                metrics = self.run_step(prepared)
-                seen += prepared.tokens
-                self.step += 1
-                elapsed = time.perf_counter() - started
+                agreed = self.agree(prepared)
+                metrics = self.run_step(prepared, agreed)
+                window.add(agreed, prepared.wait)
                 bar.update()
-                bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
+                if metrics is not None:
+                    bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
                 if self.step % self.settings.log_every == 0 or self.step in (1, total):
-                    self.log.write(self.step, metrics | {"tokens_per_second": seen / elapsed, "wait": prepared.wait, "memory_gb": peak_memory()})
-                if self.step % self.settings.save_every == 0 or self.step == total:
-                    self.save()
-                due = self.settings.validate_every and self.step % self.settings.validate_every == 0
-                if validate is not None and (due or self.step == total):
+                    rates = window.row()
+                    if metrics is not None:
+                        self.log.write(self.step, metrics | rates | {"skipped": self.standing.skipped})
+                    window = Window(time.perf_counter())
+                if validate is not None and (agreed.validate or self.step == total):
                     self.validate(validate)
+                    window.started += self.standing.validation_seconds
+                if self.step % self.settings.save_every == 0 or self.step == total or agreed.stop or self.out_of_patience:
+                    self.saves.save(self.engine, self.drafter, self.step, {"standing": asdict(self.standing)})
+                if agreed.stop:
+                    break
+        return self.end()
 
-    def validate(self, validate: Callable[[int, Drafter], Validation]) -> None:
-        self.log.validation(self.step, validate(self.step, self.drafter).row)
-        barrier()
+    def end(self) -> bool:
+        """Whether training is over. A request to stop is honoured by now."""
+        if rank() == 0:
+            (self.run_folder / STOP).unlink(missing_ok=True)
+        if self.best is not None and self.standing.start_score is not None and self.best.score < self.standing.start_score:
+            say(f"train: on the validation responses no checkpoint is predicted to be as fast as the drafter it started from: "
+                f"{self.best.score:.1f} tokens/s at step {self.best.step}, {self.standing.start_score:.1f} before the first step")
+        if self.out_of_patience:
+            say(f"train: no validation after step {self.best.step} was better; stopped early at step {self.step}")
+        return self.step == self.plan.steps or self.out_of_patience
+
+    # A step
 
     def load(self, step: int) -> list[TextBatch]:
         """This rank's micro-batches from the source; runs ahead in a thread, and its errors travel."""
-        return [self.source.read(indices or [0]) for indices in self.plan.micros(step)]
+        return [self.source.read(indices or [self.stand_in]) for indices in self.plan.shares(step, world_size())[rank()]]
 
-    def prepare(self, waiting) -> Prepared:
+    def prepare(self, waiting: Future) -> Prepared:
         started = time.perf_counter()
         read = waiting.result()
         wait = time.perf_counter() - started
         batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
-        empty = [not indices for indices in self.plan.micros(self.step)]
+        batches = [packed(batch) for batch in batches] if self.settings.pack else batches
+        share = self.plan.shares(self.step, world_size())[rank()]
         origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
                                 seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]
-        origins = [Origins(o.position, o.depth * 0) if dummy else o for o, dummy in zip(origins, empty, strict=True)]
-        return Prepared(batches, origins, sum(batch.tokens.numel() for batch in batches), wait)
+        origins = [o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)]
+        return Prepared(batches, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait)
 
-    def run_step(self, prepared: Prepared) -> dict[str, float | list[float]]:
-        """Forward, backward and update over the whole window of micro-batches."""
+    def agree(self, prepared: Prepared) -> Agreed:
+        """Sum over ranks what the loss is divided by, and hear what the first rank wants."""
         unroll = self.engine.module
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
-        local = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
-        totals = sum_over_ranks(local)
+        weights = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
+        origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
+        wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and self.validation_is_due()]
+        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, *wanted]).to(weights)]))
+        tokens, origins, stop, validate = both[len(TERMS):].tolist()
+        return Agreed(both[:len(TERMS)], tokens, origins, bool(stop), bool(validate))
+
+    def run_step(self, prepared: Prepared, agreed: Agreed) -> dict[str, float | list[float]] | None:
+        """Forward, backward and update over all micro-batches of the step. None where it was skipped."""
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
         scale = world_size() * len(prepared.batches)
-        sums: dict = {}
-        for batch, origins in zip(prepared.batches, prepared.origins, strict=True):
-            result = self.engine(batch, origins, totals, self.plan.progress(self.step))
-            self.require_finite(result.loss, batch)
-            self.engine.backward(result.loss * scale)
+        sums, losses, norm = {}, [], None
+        for turn, (batch, origins) in enumerate(zip(prepared.batches, prepared.origins, strict=True), 1):
+            self.engine.set_gradient_accumulation_boundary(turn == len(prepared.batches))
+            result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
+            losses.append(result.loss.detach())
+            # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
+            self.engine.backward(result.loss * torch.where(losses[-1].isfinite(), scale, math.nan))
+            if not self.guarded and turn == len(prepared.batches):
+                norm = self.checked_norm()
             self.engine.step()
-            for name, (total, count) in result.sums.items():
-                old = sums.get(name)
-                sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+            sums = add_sums(sums, result.sums)
+        norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+        if not math.isfinite(norm):
+            self.skip(prepared, losses)
+            return None
+        self.standing = replace(self.standing, step=self.step + 1, skipped_in_a_row=0)
         means = reduce_sums(sums)
-        shares = unroll.terms
-        loss = sum(shares.share(term) * means.get(f"weighted_loss_{term}", 0.0) for term in ("first", "last"))
-        return {"loss": loss, "lr": rate, "grad_norm": float(self.engine.get_global_grad_norm() or 0.0), **means}
+        loss = sum(self.engine.module.terms.share(term) * means.get(f"weighted_loss_{term}", 0.0) for term in TERMS)
+        return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
 
-    def require_finite(self, loss: Tensor, batch: TextBatch) -> None:
-        if not bool(loss.detach().isfinite()):
-            raise ValueError(f"the loss of step {self.step} is {loss.item()} on samples {list(batch.ids)}; the last checkpoint is kept in {self.folder}. "
-                             f"Lower train.lr, or look at those samples")
+    def checked_norm(self) -> float:
+        """The norm of gradients that all ranks have summed already; those that are not finite are dropped, and the optimiser has nothing to do."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
+        if not norm.isfinite():
+            self.engine.zero_grad()
+            self.engine.set_gradient_accumulation_boundary(False)
+        return float(norm)
 
-    def save(self) -> None:
-        """A checkpoint of all ranks; the pointer moves when everything lies on disk."""
-        tag = f"step-{self.step:07d}"
-        self.engine.save_checkpoint(str(self.folder), tag=tag, client_state={"step": self.step}, save_latest=False)
-        weights = whole_weights(self.drafter)
+    def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:
+        """Count a step that changed nothing, note whose samples it had, and stop the run when there are too many."""
+        mine = [{"samples": list(batch.ids), "finite": bool(loss.isfinite())} for batch, loss in zip(prepared.batches, losses, strict=True)]
+        row = {"step": self.step + 1, "micro_batches": [micro for rows in gather_over_ranks(mine) for micro in rows]}
+        self.standing = replace(self.standing, step=self.step + 1, skipped=self.standing.skipped + 1, skipped_in_a_row=self.standing.skipped_in_a_row + 1)
+        path = self.run_folder / SKIPPED
         if rank() == 0:
-            save_file(weights, self.folder / tag / WEIGHTS)
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        say(f"train: step {self.step} is skipped, a loss or gradient is not finite; its samples stand in {path}")
+        if self.standing.skipped_in_a_row > self.settings.max_skipped:
+            raise ValueError(f"{self.standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows "
+                             f"{self.settings.max_skipped}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples")
+
+    # Validation
+
+    def validation_is_due(self) -> bool:
+        """After the step that begins now; asked of the first rank alone, whose clock decides."""
+        if self.settings.validate_every:
+            return (self.step + 1) % self.settings.validate_every == 0
+        cost, share = self.standing.validation_seconds, self.settings.validate_share
+        return time.perf_counter() - self.validated >= cost * (1 / share - 1)
+
+    def validate(self, validate: Validate) -> None:
+        started = time.perf_counter()
+        found = validate(self.step, self.whole_drafter())
+        self.log.validation(self.step, found.row)
+        if self.step == 0:
+            self.standing = replace(self.standing, start_score=found.score)
+        elif found.score is not None:
+            better = self.best is None or found.score > self.best.score
+            if better:
+                self.best = Best(self.step, found.score)
+                self.saves.mark_best(self.drafter, self.best)
+            self.standing = replace(self.standing, worse=0 if better else self.standing.worse + 1)
         barrier()
-        if rank() == 0:
-            write_atomic(self.folder / POINTER, json.dumps({"tag": tag, "step": self.step, "world_size": world_size()}))
-            earlier = [path for path in sorted(self.folder.glob("step-*")) if path.name != tag]
-            for old in earlier[:len(earlier) - self.settings.keep + 1]:
-                shutil.rmtree(old)
-        barrier()
+        self.validated = time.perf_counter()
+        self.standing = replace(self.standing, validation_seconds=self.validated - started)
 
-    def resume(self) -> int:
-        """The step to go on from."""
-        pointer = self.folder / POINTER
-        if not pointer.is_file():
-            return 0
-        last = json.loads(pointer.read_text())
-        check(last["world_size"] == world_size(), f"{self.folder} was written by {last['world_size']} ranks, this run has {world_size()}; resume with as many")
-        path, state = self.engine.load_checkpoint(str(self.folder), tag=last["tag"])
-        check(path is not None and state["step"] == last["step"], f"{self.folder / last['tag']} could not be loaded; delete {pointer} to start anew")
-        say(f"train: resumed at step {last['step']} from {self.folder / last['tag']}")
-        return last["step"]
+    def whole_drafter(self) -> Drafter:
+        """The drafter, or where ZeRO-3 has divided it a twin with the same weights."""
+        if self.twin is None:
+            return self.drafter
+        with gathered(self.drafter):
+            self.twin.load_state_dict(self.drafter.state_dict())
+        self.twin.to(self.device, self.dtype).borrow(self.drafter.head)
+        return self.twin
+
+    @property
+    def out_of_patience(self) -> bool:
+        return 0 < self.settings.patience <= self.standing.worse
 
 
-def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int):
-    """DeepSpeed's engine; on a CPU no op of it is compiled."""
+def twin_of(drafter: Drafter) -> Drafter:
+    """A copy that shares the target's head."""
+    return copy.deepcopy(drafter, {id(drafter.head): drafter.head})
+
+
+def forget_rows_after(path: Path, step: int) -> None:
+    """Rows of steps that will be run again."""
+    if rank() == 0 and path.is_file():
+        write_jsonl(path, [row for row in read_jsonl(path) if row["step"] <= step])
+
+
+def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int, *, universal: bool):
+    """DeepSpeed's engine; on a CPU no op of it is compiled. `universal`: the checkpoint to be loaded is one that fits any number of ranks."""
     import deepspeed
     trained = [parameter for parameter in unroll.parameters() if parameter.requires_grad]
-    zero = {"stage": deepspeed_settings.stage}
-    if deepspeed_settings.offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
     config = {"train_micro_batch_size_per_gpu": settings.micro_batch_size, "gradient_accumulation_steps": accumulation, "gradient_clipping": settings.clip,
-              "steps_per_print": 10**9, "zero_optimization": zero, "bf16": {"enabled": settings.precision == "bfloat16"},
+              "steps_per_print": 10**9, "zero_optimization": zero_of(deepspeed_settings), "bf16": {"enabled": settings.precision == "bfloat16"},
+              "checkpoint": {"load_universal": universal},
               "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, settings.beta2], "weight_decay": settings.weight_decay, "torch_adam": True}}}
+    if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     engine, *_ = deepspeed.initialize(model=unroll, model_parameters=trained, config=config)
     return engine
 
 
-def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
-    """Parameters and buffers as plain tensors on the CPU, gathered from all ranks under ZeRO-3."""
-    import deepspeed
-    sharded = [parameter for parameter in drafter.parameters() if hasattr(parameter, "ds_id")]
-    with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
-        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in drafter.state_dict().items()}
-
-
-def trained_drafter(folder: Path, drafter: Drafter) -> int:
-    """Fill `drafter` with the weights of the last checkpoint; returns its step."""
-    pointer = folder / POINTER
-    check(pointer.is_file(), f"{folder} has no checkpoint; run phases=[train] first")
-    last = json.loads(pointer.read_text())
-    drafter.load_state_dict(load_file(folder / last["tag"] / WEIGHTS))
-    return last["step"]
-
-
-def initialise_distributed(threads: int) -> None:
-    """Process group over the accelerator's backend; gloo on a CPU, without DeepSpeed's compiled shared-memory op."""
-    import os
-
-    import deepspeed
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // ranks))
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    else:
-        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+def zero_of(settings: DeepSpeedConfig) -> dict:
+    zero = {"stage": settings.stage}
+    if settings.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if settings.offload and settings.stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    return zero

@@ -1,13 +1,21 @@
 """Laws of training on many ranks: stages agree, what is not finite changes nothing, a training that died goes on as if it had not."""
 
+import itertools
 import json
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
-from trainers import Died, nothing, on_ranks, optimiser_of, trainer, weights_of
+from safetensors.torch import load_file
+from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, weights_of
 
+from dloop_train.config import TrainConfig
+from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
+from dloop_train.training.engine import Validation, validation_is_due
+from dloop_train.training.plan import Plan
+from dloop_train.training.saves import last_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -120,3 +128,87 @@ def test_other_ranks_go_on_with_the_same_training(before, after, tmp_path):
         for name, weight in whole[stage][0].items():
             torch.testing.assert_close(again[stage][0][name], weight, rtol=1e-5, atol=1e-7, msg=lambda text, stage=stage, name=name: f"stage {stage}, {name}: {text}")
         assert not list((tmp_path / "parts" / str(stage)).rglob("*.universal*"))
+
+
+# Stopping, validating, keeping the best
+
+
+class Scores:
+    """Validations with given scores; asks for a stop where it is told to. Sees a whole drafter."""
+
+    def __init__(self, scores, stop_at=None, folder=None):
+        self.scores, self.stop_at, self.folder, self.seen = list(scores), stop_at, folder, {}
+
+    def __call__(self, step, drafter):
+        self.seen[step] = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+        if step == self.stop_at:
+            (self.folder / "stop").touch()
+        return Validation({"score": self.scores[step]}, self.scores[step])
+
+
+def validating(root, stage):
+    """Scores that are best at step 2; a stop is asked for before step 4, then the training goes on until patience ends it at step 5."""
+    scores, settings = (1.0, 2.0, 3.0, 2.9, 2.8, 2.7, 9.0), {"patience": 3, "save_every": 100}
+    folder = root / str(stage)
+    first = Scores(scores, stop_at=3, folder=folder)
+    stopped = run(folder, stage, first, **settings)[1]
+    steps = last_of(folder / "checkpoints").step
+    second = Scores(scores)
+    weights, over, _ = run(folder, stage, second, **settings)
+    return stopped, steps, over, first.seen, second.seen, weights
+
+
+def on_every_stage(root, function, stages):
+    return {stage: function(root, stage) for stage in stages}
+
+
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
+def test_a_stop_saves_and_patience_ends_a_training(stages, tmp_path):
+    """The best weights are kept whole, whatever the stage; the count of worse validations survives the stop."""
+    ranks = on_ranks(2, on_every_stage, tmp_path, validating, stages)
+    for rank, found in enumerate(ranks):
+        for stage, (stopped, steps, over, before, after, weights) in found.items():
+            assert (stopped, steps, over) == (False, 4, True), stage
+            assert (list(before), list(after)) == ([0, 1, 2, 3, 4], [5]), stage
+            assert equal(after[5], ranks[0][stage][4][5]) and (rank or equal(after[5], weights)), stage
+            checkpoints = tmp_path / str(stage) / "checkpoints"
+            assert equal(load_file(checkpoints / "best" / "weights.safetensors"), before[2]), stage
+            assert json.loads((checkpoints / "best" / "best.json").read_text()) == {"step": 2, "score": 3.0}
+            assert not (tmp_path / str(stage) / "stop").exists() and last_of(checkpoints).step == 5
+
+
+def test_validations_keep_to_their_share_of_the_time():
+    """By a clock: one that took 2 s may come again after 38 s of training."""
+    assert [since for since in range(100) if validation_is_due(TrainConfig(), 7, 2.0, since)] == list(range(38, 100))
+    assert [step for step in range(1, 10) if validation_is_due(TrainConfig(validate_every=4), step, 2.0, 1000.0)] == [4, 8]
+
+
+# Work for every rank
+
+
+def test_every_rank_gets_its_share_and_a_step_is_the_same_on_any_number_of_them():
+    plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4, micro_batch_size=1))
+    for step, ranks in itertools.product(range(plan.steps_per_epoch), (1, 2, 3, 4, 5, 7)):
+        shares = plan.shares(step, ranks)
+        assert len(shares) == ranks and all(len(share) == plan.turns(ranks) for share in shares)
+        assert sorted(index for share in shares for micro in share for index in micro) == sorted(plan.samples(step))
+    assert sorted(index for step in range(plan.steps_per_epoch) for index in plan.samples(step)) == list(range(len(LENGTHS)))
+
+
+def idle_share(shares, lengths):
+    """Of the ranks' time, where all wait for the slowest in every micro-batch: what is spent waiting."""
+    tokens = np.array([[sum(lengths[index] for index in micro) for micro in share] for share in shares])
+    return 1 - tokens.sum() / (len(shares) * tokens.max(0).sum()), tokens.sum(1).max() / tokens.sum(1).mean() - 1
+
+
+def test_ranks_have_as_many_tokens():
+    """On lengths as chats have them (log-normal, cut at 4096), 8 ranks: less waiting than with micro-batches dealt out in turn, and equal sums."""
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6.6, 0.9, 20_000), 4096).astype(int).tolist()
+    plan = Plan(tuple(lengths), TrainConfig(batch_size=128, micro_batch_size=2))
+    found = {"dealt": [], "shared": []}
+    for step in range(plan.steps_per_epoch):
+        micros = micro_batches(plan.samples(step), 2)
+        found["dealt"].append(idle_share([[*micros[rank::8], *[[]] * (8 - len(micros[rank::8]))][:8] for rank in range(8)], lengths))
+        found["shared"].append(idle_share(plan.shares(step, 8), lengths))
+    (dealt_idle, dealt_apart), (idle, apart) = (np.mean(found[name], axis=0) for name in ("dealt", "shared"))
+    assert idle <= dealt_idle and apart < dealt_apart / 4 and apart < 0.002, (dealt_idle, dealt_apart, idle, apart)

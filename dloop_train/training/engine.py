@@ -204,7 +204,8 @@ class Trainer:
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
         weights = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
         origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
-        wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and self.validation_is_due()]
+        due = validation_is_due(self.settings, self.step + 1, self.standing.validation_seconds, time.perf_counter() - self.validated)
+        wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and due]
         both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, *wanted]).to(weights)]))
         tokens, origins, stop, validate = both[len(TERMS):].tolist()
         return Agreed(both[:len(TERMS)], tokens, origins, bool(stop), bool(validate))
@@ -262,13 +263,6 @@ class Trainer:
 
     # Validation
 
-    def validation_is_due(self) -> bool:
-        """After the step that begins now; asked of the first rank alone, whose clock decides."""
-        if self.settings.validate_every:
-            return (self.step + 1) % self.settings.validate_every == 0
-        cost, share = self.standing.validation_seconds, self.settings.validate_share
-        return time.perf_counter() - self.validated >= cost * (1 / share - 1)
-
     def validate(self, validate: Validate) -> None:
         started = time.perf_counter()
         found = validate(self.step, self.whole_drafter())
@@ -295,6 +289,13 @@ class Trainer:
     @property
     def out_of_patience(self) -> bool:
         return 0 < self.settings.patience <= self.standing.worse
+
+
+def validation_is_due(settings: TrainConfig, step: int, seconds: float, since: float) -> bool:
+    """Whether to validate after a step: at a validation's `seconds`, `since` seconds after the last one. The first rank's clock decides."""
+    if settings.validate_every:
+        return step % settings.validate_every == 0
+    return since >= seconds * (1 / settings.validate_share - 1)
 
 
 def twin_of(drafter: Drafter) -> Drafter:

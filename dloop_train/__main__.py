@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from dloop_train.config import CONF, Config, from_hydra
 from dloop_train.ranks import say
 from dloop_train.runs import write_atomic
+from dloop_train.stopping import Stopping
 
 REQUIRED = ("drafter", "target")
 
@@ -51,10 +52,14 @@ def run_config(config: Config) -> Path:
 
 
 def run_phases(config: Config) -> None:
+    """In order; after a signal that asks to stop, not the next."""
+    stopping = Stopping(run_config(config).parent)
+    stopping.listen()
     for name in config.phases:
         phase = importlib.import_module(f"dloop_train.phases.{name}")
         started = time.perf_counter()
-        phase.run(config)
+        with stopping.during(name):
+            phase.run(config)
         say(f"{name}: {time.perf_counter() - started:.1f} s")
 
 

@@ -153,6 +153,17 @@ class TrainConfig:
 
 
 @dataclass
+class ExportConfig:
+    """Which checkpoint becomes the drafter."""
+
+    checkpoint: str = "best"
+    """best has most predicted tokens per second on validation responses; last; or the number of a step whose checkpoint is still there."""
+
+    def __post_init__(self):
+        check(self.checkpoint in ("best", "last") or self.checkpoint.isdigit(), f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}")
+
+
+@dataclass
 class DeepSpeedConfig:
     """What of DeepSpeed's own configuration a user sets."""
 
@@ -170,10 +181,21 @@ class DeepSpeedConfig:
 class LaunchConfig:
     """How the ranks of a phase are started."""
 
+    launcher: str = "auto"
+    """torchrun: on this machine. srun: on every node of the Slurm allocation. hostfile: on its hosts, by DeepSpeed's launcher.
+    auto: the hostfile if there is one, srun in an allocation of several nodes, else torchrun."""
+    hostfile: str = ""
+    """File with a line `name slots=n` for each host; slots are ranks."""
     processes: int = 0
-    """Ranks on this node; 0 means one for each accelerator, one on a CPU."""
+    """Ranks on each node; 0 means one for each accelerator of the node, one on a CPU."""
     threads: int = 0
     """Threads of a CPU rank; 0 shares the cores out."""
+
+    def __post_init__(self):
+        launchers = ("auto", "torchrun", "srun", "hostfile")
+        check(self.launcher in launchers, f"launch.launcher must be one of {launchers}, got {self.launcher!r}")
+        check(self.launcher != "hostfile" or bool(self.hostfile), "launch.launcher=hostfile needs launch.hostfile=<file with a line `name slots=n` for each host>")
+        check(not (self.hostfile and self.processes), f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; give one of them")
 
 
 @dataclass
@@ -241,6 +263,7 @@ class Config:
     cache: CacheConfig
     train: TrainConfig
     deepspeed: DeepSpeedConfig
+    export: ExportConfig
     evaluate: EvaluateConfig
     wandb: LogConfig
     launch: LaunchConfig
@@ -253,7 +276,7 @@ class Config:
 
 
 TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
-         "deepspeed": DeepSpeedConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
+         "deepspeed": DeepSpeedConfig, "export": ExportConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
 PLUGINS = ("drafter", "prompts", "gate", "rule")
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Install if needed, then the linter and the tests that a CPU can run. Arguments go to pytest (-k gate, -m slow ...).
+# With slurm as the first argument: instead the tests on a real Slurm, two nodes on this machine, which root can start.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$root/launchers/install.sh"
@@ -7,6 +8,11 @@ cd "$root"
 
 # Two threads, and threads that sleep while they wait: tests start several processes on few cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+
+if [[ "${1:-}" == slurm ]]; then
+    shift
+    exec bash tests/slurm_tests.sh "$@"
+fi
 
 lint=0
 .venv/bin/python -m ruff check --quiet . || lint=$?

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "dloop_train"
 NOT_SETTINGS = ("cluster", "hydra")
 """Groups whose files hold Hydra's settings, not ours."""
 LAYERS = {"types": 0, "config": 0, "runs": 0, "ranks": 0, "targets": 1, "data": 1, "drafters": 2, "checkpoints": 2,
-          "training": 3, "decoding": 3, "phases": 4, "serving": 4, "launch": 4, "__init__": 5, "worker": 5, "__main__": 5}
+          "training": 3, "decoding": 3, "phases": 4, "serving": 4, "launch": 4, "__init__": 5, "worker": 5, "agent": 5, "stopping": 5, "__main__": 5}
 STRANGERS = {"training", "decoding"}
 """These do not know each other."""
 RELEASED = {r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"), r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),
@@ -79,9 +79,9 @@ def test_yaml_builds_into_its_dataclass(file):
 def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
     """The paper's -0.75 for this pair; a gate without threshold, and the user's own word, go before it."""
     pair = ["+drafter=eagle3", "+target=qwen3_8b"]
-    assert from_hydra(composed(pair)).gate.threshold == -0.75
+    assert from_hydra(composed(pair)).gate.paper_threshold == -0.75 and from_hydra(composed(pair)).gate.by_replay
     assert from_hydra(composed([*pair, "++gate.threshold=-1.0"])).gate.threshold == -1.0
-    assert from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b"])).gate.threshold == -0.5
+    assert from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b"])).gate.paper_threshold == -0.5
     assert type(from_hydra(composed([*pair, "gate=never"])).gate).__name__ == "Never"
     with pytest.raises(ValueError, match="fields of PairConfig"):
         from_hydra(composed([*pair, "++pair.treshold=-1.0"]))

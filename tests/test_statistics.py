@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dloop_train import config as settings
+from dloop_train.data.prompts import PerfectBlend
 from dloop_train.decoding import statistics
 from dloop_train.decoding.replay import judge
 from dloop_train.decoding.rules import GREEDY, Match
@@ -168,9 +169,9 @@ DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
 def tiny(tmp_path):
     """Config of a run whose evaluation and training have been written by hand."""
     target = settings.TargetConfig(name="tiny_llama", source="random", path="tiny_llama", stop_ids=[0])
-    made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=None,
+    made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=PerfectBlend(name="perfectblend", path="perfectblend"),
                            gate=None, rule=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
-                           deepspeed=settings.DeepSpeedConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"))
+                           deepspeed=settings.DeepSpeedConfig(), export=settings.ExportConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"), launch=settings.LaunchConfig())
     folder = artifacts.run_folder(made)
     listed = []
     for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):
@@ -182,7 +183,9 @@ def tiny(tmp_path):
     write_atomic(folder / "evaluation/replay.json", json.dumps({"untouched": REPLAYED, "trained": REPLAYED}))
     write_atomic(folder / "evaluation/costs.json", json.dumps({"untouched": COSTS, "trained": COSTS}))
     write_jsonl(folder / "metrics.jsonl", [{"step": step, "loss_first": 2.0, "loss_last": 3 - 0.1 * step, "lr": 1e-4} for step in range(5)])
-    write_jsonl(folder / "validation.jsonl", [{"step": step, "tau_s1": 3.0, "tau_gated": 3.5} for step in (0, 4)])
+    write_jsonl(folder / "validation.jsonl", [{"step": step, "loss_first": 2.0, "loss_last": 3.0, **{f"{name}_{walk}": 3.0 + step for name in ("tau", "tokens_per_second")
+                                                                                               for walk in ("s1", "gated", "oracle")}} for step in (0, 4)])
+    write_atomic(folder / "drafter/config.json", json.dumps({"dloop": {"paper_threshold": -0.5, "provenance": {"step": 4, "checkpoint": "best"}}}))
     return made
 
 

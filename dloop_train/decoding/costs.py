@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from dloop_train.decoding.gates import DLoop, Never
+from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.rules import GREEDY, Rule
 from dloop_train.drafters.base import Drafter
@@ -41,6 +41,11 @@ class Costs:
     def row(self) -> dict:
         return asdict(self)
 
+    @staticmethod
+    def of(row: dict) -> "Costs":
+        """Back from a row, also one that was JSON."""
+        return Costs(**(row | {"verify": {int(tokens): seconds for tokens, seconds in row["verify"].items()}}))
+
 
 def verification_seconds(measured: dict[int, float], tokens: int) -> float:
     """Seconds of verifying so many tokens: interpolated between the measured lengths, extended by the outermost slopes."""
@@ -52,14 +57,19 @@ def verification_seconds(measured: dict[int, float], tokens: int) -> float:
     return measured[low] + (measured[high] - measured[low]) * (tokens - low) / (high - low)
 
 
-def measure_costs(target: Target, drafter: Drafter, prompt: Sequence[int], *, stages: int, repeats: int = 7) -> Costs:
-    """Median seconds of each part, measured on real rounds from one prompt."""
-    length = 1 + stages * drafter.k * repeats
-    rounds: list[Round] = []
-    for depth in range(1, stages + 1):
-        gate = DLoop(threshold=-1e9, max_stages=depth) if depth > 1 else Never()
-        rounds += [emission.round for emission, _ in zip(decode(target, drafter, gate, prompt, max_new_tokens=length), range(repeats + 2), strict=False)][2:]
-    plain = [emission.round for emission, _ in zip(decode(target, None, Never(), prompt, max_new_tokens=length), range(repeats + 2), strict=False)][2:]
+def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, stages: int, repeats: int = 7) -> Costs:
+    """Median seconds of each part, measured on real rounds from the first prompt, and from the others while these are too few."""
+    def measured(drafter: Drafter | None, gate: Gate) -> list[Round]:
+        rounds: list[Round] = []
+        for prompt in prompts:
+            emissions = decode(target, drafter, gate, prompt, max_new_tokens=1 + stages * drafter.k * repeats if drafter else repeats + 3)
+            rounds += [emission.round for emission, _ in zip(emissions, range(repeats + 2), strict=False)][2:]
+            if len(rounds) >= repeats:
+                break
+        return rounds[:repeats]
+
+    rounds = [round for depth in range(1, stages + 1) for round in measured(drafter, DLoop(threshold=-1e9, max_stages=depth) if depth > 1 else Never())]
+    plain = measured(None, Never())
 
     def part(name: str, chosen: Sequence[Round]) -> float:
         return median([round.seconds.get(name, 0.0) for round in chosen] or [0.0])
@@ -69,7 +79,7 @@ def measure_costs(target: Target, drafter: Drafter, prompt: Sequence[int], *, st
     deep = [r.seconds["draft_more"] / (r.stages - 1) for r in rounds if r.stages > 1]
     gates = [r.seconds["gate"] / r.stages for r in rounds if r.stages > 1]
     if not deep or len(verify) <= stages:
-        raise ValueError("costs could not be measured: the prompt's answer is too short for a round of every depth; evaluate longer responses")
+        raise ValueError("costs could not be measured: the answers are too short for a round of every depth; evaluate longer responses")
     return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep) + median(gates), verify=verify,
                  overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
 

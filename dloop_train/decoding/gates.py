@@ -1,12 +1,14 @@
 """Gates: stopping rules that decide, after every stage, whether to draft on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dloop_train.config import check
+
+REPLAY = "replay"
 
 
 def log_probability(logits: Tensor, chosen: Tensor, temperature: float = 1.0) -> Tensor:
@@ -25,6 +27,8 @@ class Gate:
     """An ablation: log-probabilities of the drafter's logits divided by this. The decoding temperature does not enter."""
 
     needs_scores = True
+    by_replay = False
+    """Whether the threshold is still to be chosen."""
 
     def __post_init__(self):
         check(self.max_stages >= 1, f"gate.max_stages must be positive, got {self.max_stages}")
@@ -39,11 +43,24 @@ class Gate:
 class DLoop(Gate):
     """Draft on while the newest block is likely: its summed log-probability is at least the threshold (the paper's g)."""
 
-    threshold: float = -0.5
+    threshold: float | str = -0.5
+    """g, or `replay`: the one of evaluate.thresholds and `paper_threshold` that replay on validation responses predicts to be fastest."""
+    paper_threshold: float = -0.5
+    """The g that the paper names for this pair, which stands beside a chosen one."""
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.threshold <= 0, f"gate.threshold is a log-probability and cannot be positive, got {self.threshold}")
+        check(self.by_replay or not isinstance(self.threshold, str), f"gate.threshold must be a number or replay, got {self.threshold!r}")
+        for name in ("paper_threshold",) if self.by_replay else ("threshold", "paper_threshold"):
+            check(getattr(self, name) <= 0, f"gate.{name} is a log-probability and cannot be positive, got {getattr(self, name)}")
+
+    @property
+    def by_replay(self) -> bool:
+        return self.threshold == REPLAY
+
+    def at(self, threshold: float) -> "DLoop":
+        """The same gate with this threshold."""
+        return replace(self, threshold=threshold)
 
     def more(self, scores: Sequence[float]) -> bool:
         return len(scores) < self.max_stages and scores[-1] >= self.threshold

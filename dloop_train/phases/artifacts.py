@@ -1,5 +1,6 @@
 """Artifacts: which settings shape the responses, the features and a run, and so their keys."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,6 +47,11 @@ def taps(config: Config) -> list[int]:
     if not found:
         raise ValueError(f"target {config.target.name} names no taps for {kind} drafters; set drafter.taps=[...] or add target.taps.{kind}")
     return list(found)
+
+
+def described(config: Config) -> dict:
+    """Every setting of a run as plain values, and the keys of the data it is made from."""
+    return json.loads(json.dumps(asdict(config), default=str)) | {"data": {"responses": responses(config).key, "features": features(config).key}}
 
 
 def run_folder(config: Config) -> Path:

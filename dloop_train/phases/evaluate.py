@@ -18,6 +18,7 @@ from dloop_train.decoding.rules import Chance, Rule
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import replay_all, sweep
+from dloop_train.phases.validation import chosen_threshold
 from dloop_train.ranks import say
 from dloop_train.runs import key_of, read_jsonl, write_atomic, write_jsonl
 from dloop_train.targets.head import TargetHead
@@ -25,6 +26,7 @@ from dloop_train.targets.sources import as_dtype, load_target
 from dloop_train.targets.target import Target
 
 PLAIN = "plain decoding"
+UNTOUCHED = "untouched"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Setting:
 def run(config: Config) -> None:
     folder = artifacts.run_folder(config) / "evaluation"
     folders = drafter_folders(config)
-    settings = settings_of(config, list(folders))
+    check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
+    settings = settings_of(config, folders)
     require_same_evaluation(config, folder, folders, settings)
     if (folder / "settings.json").is_file():
         say(f"evaluate: done before, {folder}")
@@ -70,23 +73,37 @@ def drafter_folders(config: Config) -> dict[str, Path]:
     """Label -> folder of every drafter in the table."""
     folders = {}
     if config.drafter.init != "scratch":
-        folders["untouched"] = locate_drafter(config.drafter.init, config.drafter.revision)
+        folders[UNTOUCHED] = locate_drafter(config.drafter.init, config.drafter.revision)
     folders["trained"] = artifacts.run_folder(config) / "drafter"
     return folders | {label: Path(path) for label, path in config.evaluate.extra.items()}
 
 
-def settings_of(config: Config, labels: list[str]) -> list[Setting]:
+def settings_of(config: Config, folders: dict[str, Path]) -> list[Setting]:
+    """Each drafter without and with its gate; the trained one also at the paper's threshold, where another was chosen, and at those asked for."""
+    gates = {label: gate_for(config, label, folder) for label, folder in folders.items()}
     settings = [Setting(PLAIN, None, Never())]
-    for label in labels:
-        settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, config.gate)]
-    for threshold in config.evaluate.live_thresholds:
-        settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
+    for label, gate in gates.items():
+        settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, gate)]
+    chosen = gates["trained"]
+    for threshold in dict.fromkeys([*([chosen.paper_threshold] if config.gate.by_replay else []), *config.evaluate.live_thresholds]):
+        if threshold != getattr(chosen, "threshold", None):
+            settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
     return settings
+
+
+def gate_for(config: Config, label: str, folder: Path) -> Gate:
+    """The gate of one drafter. Where validation chooses thresholds, each drafter has its own: an export names it, the released one was validated before the first step."""
+    if not config.gate.by_replay:
+        return config.gate
+    if label == UNTOUCHED:
+        threshold = chosen_threshold(artifacts.run_folder(config), 0)
+    else:
+        threshold = read_config(folder).get(SECTION, {}).get("threshold")
+    return config.gate.at(config.gate.paper_threshold if threshold is None else threshold)
 
 
 def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path], settings: list[Setting]) -> None:
     """Start anew when what is evaluated has changed."""
-    check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
     weights = {label: weights_digest(path) for label, path in folders.items()}
     sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
     made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter), "responses": artifacts.responses(config).key,
@@ -162,12 +179,12 @@ def decode_one(config: Config, target: Target, drafter: Drafter | None, setting:
 def replay_settings(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], responses: list[Response]) -> None:
     """Costs and threshold sweeps per drafter, on test responses and, for choosing, on validation responses."""
     validation = read_responses(artifacts.responses(config).folder, "validation")[:config.train.validate_prompts]
-    longest = max(responses, key=lambda r: len(r.response_ids)).prompt_ids
+    prompts = [response.prompt_ids for response in sorted(responses, key=lambda r: -len(r.response_ids))]
     swept, costs, by_shape = {}, {}, {}
     for label, drafter in tqdm(drafters.items(), desc="replay", unit="drafter"):
         shape = repr((drafter.shape, drafter.k))  # what time depends on: drafters that differ in weights alone share a table, and the machine's mood with it
         if shape not in by_shape:
-            by_shape[shape] = measure_costs(target, drafter, longest, stages=min(3, config.evaluate.replay_stages))
+            by_shape[shape] = measure_costs(target, drafter, prompts, stages=min(3, config.evaluate.replay_stages))
         costs[label] = by_shape[shape]
         swept[label] = sweep_on(config, target, drafter, costs[label], responses) | {
             "validation": sweep_on(config, target, drafter, costs[label], validation) if validation else None}

@@ -8,10 +8,12 @@ import torch
 
 from dloop_train import __version__
 from dloop_train.checkpoints.files import SECTION, check_export, layout_modules, read_config, save_drafter
-from dloop_train.config import Config
+from dloop_train.config import Config, check
+from dloop_train.decoding.gates import Gate
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.train import bare_drafter
+from dloop_train.phases.validation import chosen_threshold
 from dloop_train.ranks import say
 from dloop_train.targets.sources import load_spec, locate
 from dloop_train.training.saves import trained_drafter
@@ -36,6 +38,17 @@ def run(config: Config) -> None:
     say(f"export: {out} ({drafter.shape.format} layout)")
 
 
+def gate_of(config: Config, step: int) -> Gate:
+    """The gate that an export names: with the threshold that validation chose at its step, where it is to be chosen."""
+    if not config.gate.by_replay:
+        return config.gate
+    folder = artifacts.run_folder(config)
+    threshold = chosen_threshold(folder, step)
+    check(threshold is not None, f"gate.threshold=replay takes the choice of validation, and {folder / 'validation.jsonl'} has none at step {step}; "
+          f"set gate.threshold={config.gate.paper_threshold:g}, or export a checkpoint that was validated")
+    return config.gate.at(threshold)
+
+
 def put_into_target(config: Config, drafter: Drafter, folder: Path) -> None:
     """Where engines read a drafter out of the target's own files, copies of these with the trained tensors in them."""
     merge = getattr(layout_modules()[drafter.shape.format], "merge_into", None)
@@ -52,8 +65,9 @@ def versions() -> dict[str, str]:
 
 def dloop_section(config: Config, drafter, step: int) -> dict:
     """What config.json says of loop-awareness and of where the weights come from."""
-    return {"threshold": getattr(config.gate, "threshold", None), "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
+    gate = gate_of(config, step)
+    return {"threshold": getattr(gate, "threshold", None), "paper_threshold": getattr(gate, "paper_threshold", None), "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
             "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
             "provenance": {"versions": versions(),
                            "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init, "backbone": config.drafter.backbone,
-                           "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "step": step}}
+                           "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "checkpoint": config.export.checkpoint, "step": step}}

@@ -139,9 +139,9 @@ def tested(calibration: dict) -> bool:
     return calibration["rounds"] >= FEWEST and calibration["auroc"] is not None
 
 
-def training_figure(metrics: list[dict], validation: list[dict]) -> Figure:
-    """First- and last-stage loss, validation tau where there is any, learning rate."""
-    heights = [3.0, *([2.2] if validation else []), 0.9]
+def training_figure(metrics: list[dict], validation: list[dict], exported: int | None = None) -> Figure:
+    """First- and last-stage loss (dots: on validation responses), what replay predicts there, learning rate; a line where the export was taken."""
+    heights = [3.0, *([2.0, 2.0] if validation else []), 0.9]
     figure, grid = panels(len(heights), 1, height=sum(heights) + 0.9, sharex=True, height_ratios=heights)
     stack = flat(grid)
     steps = [row["step"] for row in metrics]
@@ -151,13 +151,21 @@ def training_figure(metrics: list[dict], validation: list[dict]) -> Figure:
             at, values = zip(*known, strict=True)
             stack[0].plot(at, values, color=pale(shade, 0.65), linewidth=0.8)
             labelled_line(stack[0], at, smoothed(values), name, shade)
+        judged = [(row["step"], row[key]) for row in validation if row.get(key) is not None]
+        if judged:
+            stack[0].scatter(*zip(*judged, strict=True), color=shade, edgecolor="white", s=45, zorder=4)
     stack[0].set_ylabel("training loss")
     if validation:
         at = [row["step"] for row in validation]
-        for key, name, shade in (("tau_gated", "with gate", HUES[1]), ("tau_s1", "S = 1", HUES[0])):
-            labelled_line(stack[1], at, [row[key] for row in validation], name, shade, marker="o")
-        stack[1].set_ylabel("validation tau")
-        stack[1].margins(y=0.15)
+        for axes, key, label in ((stack[1], "tokens_per_second", "predicted tokens/s"), (stack[2], "tau", "validation tau")):
+            for walk, name, shade in (("gated", "with gate", HUES[1]), ("s1", "S = 1", HUES[0]), ("oracle", "oracle gate", PLAIN)):
+                labelled_line(axes, at, [row[f"{key}_{walk}"] for row in validation], name, shade, marker="o", markersize=4)
+            axes.set_ylabel(label)
+            axes.margins(y=0.15)
+    if exported is not None:
+        for axes in stack:
+            axes.axvline(exported, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=0)
+        stack[0].annotate("exported", (exported, 1), xycoords=stack[0].get_xaxis_transform(), xytext=(-4, -3), textcoords="offset points", ha="right", va="top", fontsize=9)
     stack[-1].plot(steps, [row["lr"] for row in metrics], color=PLAIN, linewidth=1.5)
     stack[-1].set_ylabel("learning rate")
     stack[-1].set_ylim(bottom=0)

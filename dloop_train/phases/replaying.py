@@ -44,27 +44,28 @@ def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
     return {"tokens": sum(tokens) / max(len(tokens), 1), "positions": len(tokens)}
 
 
-def summary_of_replay(target: Target, drafter: Drafter, responses: Sequence[Response], *, gate: Gate, max_stages: int,
-                      costs: Costs | None = None) -> dict:
-    """What validation during training logs."""
-    training = drafter.training
-    drafter.eval()
-    longest = max(len(response.response_ids) for response in responses)
-    records = replay_all(target, drafter, responses, max_stages=max_stages, max_new_tokens=longest, temperature=gate.temperature)
-    drafter.train(training)
-    walks = {"s1": [walk_gate(r, Never()) for r in records], "gated": [walk_gate(r, gate) for r in records], "oracle": [walk_oracle(r) for r in records]}
-    summary = {f"tau_{name}": tau_of(rounds) for name, rounds in walks.items()}
-    summary["full_acceptance"] = full_acceptance([walk_gate(r, DLoop(threshold=-1e9, max_stages=max_stages)) for r in records], drafter.k, max_stages)
-    if costs is not None:
-        summary |= {f"tokens_per_second_{name}": costs.tokens_per_second([r for walk in rounds for r in walk]) for name, rounds in walks.items()}
-    return summary
+def candidates(gate: Gate, thresholds: Sequence[float]) -> list[float]:
+    """The thresholds that a gate may get, in descending order; none for gates without one."""
+    if gate.by_replay:
+        return sorted({gate.paper_threshold, *thresholds}, reverse=True)
+    return [gate.threshold] if isinstance(gate, DLoop) else []
+
+
+def fastest(sweep: Sequence[dict], preferred: float) -> dict:
+    """The point of a sweep with most predicted tokens per second; of equal ones the preferred threshold, then the highest."""
+    return max(sweep, key=lambda point: (point["tokens_per_second"], point["threshold"] == preferred, point["threshold"]))
+
+
+def predicted(walks: Sequence[Sequence[Round]], costs: Costs) -> dict:
+    """Tau, predicted tokens per second and stages a round of simulated decoding."""
+    rounds = [round for walk in walks for round in walk]
+    return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
 
 
 def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, stages: int) -> dict:
     """S = 1, the oracle and every threshold: tau and predicted tokens per second."""
     def numbers(walks: list[list[Round]]) -> dict:
-        rounds = [round for walk in walks for round in walk]
-        return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
+        return predicted(walks, costs)
 
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
     return {"k": k, "S1": numbers([walk_gate(record, Never()) for record in records]), "oracle": numbers([walk_oracle(record) for record in records]),

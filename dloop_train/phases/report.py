@@ -12,6 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from dloop_train.checkpoints.files import SECTION, read_config
 from dloop_train.config import Config, check
 from dloop_train.decoding import statistics
 from dloop_train.decoding.rules import GREEDY
@@ -19,7 +20,7 @@ from dloop_train.decoding.statistics import Estimate
 from dloop_train.phases import artifacts, figures
 from dloop_train.ranks import say
 from dloop_train.runs import read_jsonl, write_atomic
-from dloop_train.training.metrics import log_table
+from dloop_train.training.metrics import log_report
 
 PACKAGES = ("dloop_train", "torch", "transformers", "deepspeed", "numpy")
 CALIBRATED_STAGES = 3
@@ -37,6 +38,8 @@ class Results:
     costs: dict[str, dict]
     metrics: list[dict]
     validation: list[dict]
+    exported: dict
+    """What the export says of itself: the dloop section of its config.json."""
     left_out: int
     """Prompts that some setting answered without a single round."""
 
@@ -66,7 +69,8 @@ class Exhibit:
 
     title: str
     caption: str
-    figure: Figure | None
+    image: bytes | None
+    """PNG."""
     missing: str = ""
 
 
@@ -76,9 +80,12 @@ def run(config: Config) -> None:
     report = summarise(config, results)
     text, path = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), folder / "report.json"
     changed = not path.is_file() or path.read_text(encoding="utf-8") != text
-    write_atomic(folder / "report.html", page(report, exhibits(results, report)))
+    shown = exhibits(results, report)
+    whole = page(report, shown)
+    write_atomic(folder / "report.html", whole)
     if changed:
-        log_table(folder, config.wandb, name=config.name, rows=table_rows(report), summary=wandb_summary(report))
+        log_report(folder, config.wandb, name=config.name, config=artifacts.described(config), rows=table_rows(report), summary=wandb_summary(report),
+                   figures={one.title: one.image for one in shown if one.image is not None}, files={"report.html": whole, "report.json": text})
     write_atomic(path, text)  # last: it also says that the table was logged
     print(table(table_rows(report)))
     print(headline(report))
@@ -112,7 +119,9 @@ def read_results(folder: Path) -> Results:
     return Results(settings=settings, rows=rows, left_out=len(without_round),
                    replay=json.loads(required(evaluation / "replay.json").read_text(encoding="utf-8")),
                    costs=json.loads(required(evaluation / "costs.json").read_text(encoding="utf-8")),
-                   metrics=optional(folder / "metrics.jsonl"), validation=optional(folder / "validation.jsonl"))
+                   metrics=optional(folder / "metrics.jsonl"),
+                   validation=[row for row in optional(folder / "validation.jsonl") if "tokens_per_second_gated" in row],
+                   exported=read_config(folder / "drafter").get(SECTION, {}))
 
 
 def required(path: Path) -> Path:
@@ -142,7 +151,8 @@ def describe_run(config: Config, results: Results) -> dict:
             "k": sorted({setting["k"] for setting in results.settings if setting["drafter"] is not None}),
             **{name: results.plain[name] for name in GREEDY.row()},
             "dtype": config.evaluate.dtype, "prompts": len({row["id"] for row in results.rows[results.plain["label"]]}),
-            "prompts_left_out": results.left_out, "bootstrap_draws": config.evaluate.bootstrap, "versions": versions()}
+            "step": results.exported.get("provenance", {}).get("step"), "checkpoint": results.exported.get("provenance", {}).get("checkpoint"),
+            "paper_threshold": results.exported.get("paper_threshold"), "prompts_left_out": results.left_out, "bootstrap_draws": config.evaluate.bootstrap, "versions": versions()}
 
 
 def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
@@ -276,9 +286,10 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
                 bool(calibrated), "no setting has a gate with a threshold",
                 lambda: figures.calibration_figure({label: one["calibration"] for label, one in calibrated.items()},
                                                    {label: one["threshold"] for label, one in calibrated.items()}, colour)),
-        exhibit("Training", "Thin lines are single steps, thick lines running means." + unvalidated,
+        exhibit("Training", "Thin lines are single steps, thick lines running means; dots are validation responses, on which replay predicts speed and tau under the "
+                "run's own cost table. The dashed line is the exported checkpoint." + unvalidated,
                 losses, "metrics.jsonl is absent or names no loss: this run has not been trained (run phases=[train])",
-                lambda: figures.training_figure(results.metrics, results.validation)),
+                lambda: figures.training_figure(results.metrics, results.validation, report["run"]["step"])),
         exhibit("Tau by category", f"Numbers: {report['headline']}. Prompts in each category: {category_counts(results)}.",
                 any(len(one["tau_by_category"]) > 1 for one in drafted.values()), "all prompts are of one category",
                 lambda: figures.category_figure({label: one["tau_by_category"] for label, one in drafted.items()},
@@ -287,7 +298,7 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
 
 
 def exhibit(title: str, caption: str, known: bool, missing: str, draw: Callable[[], Figure]) -> Exhibit:
-    return Exhibit(title, caption, draw() if known else None, missing)
+    return Exhibit(title, caption, png(draw()) if known else None, missing)
 
 
 def category_counts(results: Results) -> str:
@@ -337,6 +348,7 @@ def facts(report: dict) -> str:
     run = report["run"]
     left_out = f", {run['prompts_left_out']} left out that were answered without a round" if run["prompts_left_out"] else ""
     listed = {"Drafter": run["drafter"], "Target": f"{run['target']} ({run['target_source']})",
+              "Checkpoint": f"{run['checkpoint']}, step {run['step']}",
               "Gate threshold g": ", ".join(f"{g:g}" for g in run["g"]) or "none",
               "Tokens per stage k": ", ".join(map(str, run["k"])), "Decoding": decoding(report),
               "Evaluation": f"{run['prompts']} test prompts in {run['dtype']}{left_out}",
@@ -346,9 +358,9 @@ def facts(report: dict) -> str:
 
 
 def section(one: Exhibit) -> str:
-    if one.figure is None:
+    if one.image is None:
         return f'<h2>{escape(one.title)}</h2>\n<p class="note">Left out: {escape(one.missing)}.</p>'
-    return (f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" src="data:image/png;base64,{png(one.figure)}">'
+    return (f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" src="data:image/png;base64,{base64.b64encode(one.image).decode()}">'
             f"<figcaption>{escape(one.caption)}</figcaption></figure>")
 
 
@@ -393,11 +405,11 @@ def html_table(rows: list[dict[str, str]]) -> str:
     return f'<div class="wide"><table>\n<tr>{heading}</tr>\n{lines}</table></div>'
 
 
-def png(figure: Figure) -> str:
+def png(figure: Figure) -> bytes:
     """Twice the shown size, so that it stays sharp on a dense screen."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=200)
-    return base64.b64encode(data.getvalue()).decode()
+    return data.getvalue()
 
 
 def escape(text: str) -> str:

@@ -14,15 +14,14 @@ from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
-from dloop_train.phases.replaying import summary_of_replay
+from dloop_train.phases.validation import Validator
 from dloop_train.ranks import STOPPED, OneCause, barrier, initialise_distributed, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
-from dloop_train.targets.sources import load_head, load_spec, load_target
-from dloop_train.training.engine import Trainer, Validation
+from dloop_train.targets.sources import load_head, load_spec
+from dloop_train.training.engine import Trainer
 from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
 from dloop_train.training.saves import last_of
-
 
 FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
@@ -124,27 +123,14 @@ def train(config: Config) -> bool:
     drafter = make_drafter(config)
     checkpoints = folder / "checkpoints"
     last = last_of(checkpoints)
-    log = MetricLog(folder, config.wandb, name=config.name, config=settings_of(config), start=last.step if last else 0)
+    log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0)
     trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
     say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
-    over = trainer.train(validation(config) if config.deepspeed.stage < 3 else None)  # replay needs the whole drafter on one rank
+    over = trainer.train(Validator(config))
     if over and rank() == 0:
         write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
     log.close()
     barrier()  # whoever leaves first with an exit code ends the others
     return over
 
-
-def validation(config: Config):
-    """Replay on validation prompts: what a checkpoint decodes like, measured during training. Called on every rank."""
-    prompts = [r for r in read_responses(artifacts.responses(config).folder, "validation")][: config.train.validate_prompts]
-    held = []
-
-    def validate(step: int, drafter: Drafter) -> Validation:
-        if not prompts or rank() != 0:
-            return Validation({})
-        if not held:
-            held.append(load_target(config.target, dtype=config.train.precision, device=next(drafter.parameters()).device))
-        return Validation(summary_of_replay(held[0], drafter, prompts, gate=config.gate, max_stages=config.train.depth_exposure + 1))
-    return validate

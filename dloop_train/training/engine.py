@@ -19,7 +19,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
-from dloop_train.training.metrics import MetricLog, reduce_sums
+from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, Last, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
@@ -227,9 +227,7 @@ class Trainer:
             if not self.guarded and turn == len(prepared.batches):
                 norm = self.checked_norm()
             self.engine.step()
-            for name, (total, count) in result.sums.items():
-                old = sums.get(name)
-                sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+            sums = add_sums(sums, result.sums)
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         if not math.isfinite(norm):
             self.skip(prepared, losses)

@@ -1,18 +1,30 @@
 """Metrics: sums and counts reduced over ranks once, written as JSON lines and to Weights & Biases."""
 
+import io
 import json
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from dloop_train.config import LogConfig
 from dloop_train.ranks import rank, sum_over_ranks
 from dloop_train.runs import read_jsonl, write_jsonl
 
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""Named sums and counts."""
 
-def reduce_sums(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float | list[float]]:
+
+def add_sums(old: Sums, new: Sums) -> Sums:
+    """The sums of two parts of a step."""
+    both = {name: (old[name][0] + total, old[name][1] + count) if name in old else (total, count) for name, (total, count) in new.items()}
+    return old | both
+
+
+def reduce_sums(sums: Sums) -> dict[str, float | list[float]]:
     """Means over all ranks and micro-batches of named (sum, count) pairs; vectors stay vectors."""
     means = {}
     for name in sorted(sums):
@@ -21,6 +33,10 @@ def reduce_sums(sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float | lis
         mean = (both[0] / both[1].clamp(min=1e-9)).tolist()
         means[name] = mean
     return means
+
+
+HISTOGRAM = "_histogram"
+"""Ending of names whose values are counts of equal bins over [0, 1]."""
 
 
 class MetricLog:
@@ -35,7 +51,7 @@ class MetricLog:
             path = folder / file
             rows = [row for row in read_jsonl(path) if row["step"] <= start] if start and path.is_file() else []  # a start at 0 validates again
             write_jsonl(path, rows)
-        self.run = start_wandb(folder, settings, name=name, config=config)
+        self.run = start_wandb(folder, settings, group=name, job="train", config=config)
 
     def write(self, step: int, row: dict) -> None:
         self._append("metrics.jsonl", step, row, "train")
@@ -49,41 +65,58 @@ class MetricLog:
         with open(self.folder / file, "a", encoding="utf-8") as out:
             out.write(json.dumps({"step": step, **row}) + "\n")
         if self.run is not None:
-            self.run.log({f"{section}/{name}": value for name, value in flat(row).items()}, step=step)
+            self.run.log({f"{section}/{name}": value for name, value in for_wandb(row).items()}, step=step)
 
     def close(self) -> None:
         if self.run is not None:
             self.run.finish()
 
 
-def log_table(folder: Path, settings: LogConfig, *, name: str, rows: list[dict[str, str]], summary: dict[str, float]) -> None:
-    """The final table of a run, and its numbers as the run's summary."""
-    run = start_wandb(folder, settings, name=name, config={})
+def log_report(folder: Path, settings: LogConfig, *, name: str, config: dict, rows: list[dict[str, str]], summary: dict[str, float],
+               figures: dict[str, bytes], files: dict[str, str]) -> None:
+    """The report of a run as a W&B run of the same group: its table, its numbers, its figures, and its files as an artifact."""
+    run = start_wandb(folder, settings, group=name, job="report", config=config)
     if run is None:
         return
     import wandb
-    run.log({"evaluation/table": wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
+    run.log({"evaluation/table": wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}
+            | {f"figures/{title}": wandb.Image(Image.open(io.BytesIO(png))) for title, png in figures.items()})
     run.summary.update({f"evaluation/{key}": value for key, value in summary.items()})
+    artifact = wandb.Artifact(f"{name}-report", type="report")
+    for file, text in files.items():
+        with artifact.new_file(file) as out:
+            out.write(text)
+    run.log_artifact(artifact)
     run.finish()
 
 
-def flat(row: dict) -> dict[str, float]:
-    """Vectors become one number a slot."""
-    numbers = {}
+def for_wandb(row: dict) -> dict:
+    """Histograms as W&B draws them; of all else one number each, under names with slashes."""
+    values = {}
     for name, value in row.items():
-        if isinstance(value, list):
-            numbers |= {f"{name}/{index}": item for index, item in enumerate(value)}
+        if name.endswith(HISTOGRAM):
+            import wandb
+            values[name.removesuffix(HISTOGRAM)] = wandb.Histogram(np_histogram=(np.array(value), np.linspace(0, 1, len(value) + 1)))
         else:
-            numbers[name] = value
-    return numbers
+            values |= flat(name, value)
+    return values
 
 
-def start_wandb(folder: Path, settings: LogConfig, *, name: str, config: dict):
-    """A W&B run; offline where there is no key, and none at all when disabled."""
+def flat(name: str, value) -> dict[str, float]:
+    """Lists and dictionaries as one number an entry; what is unknown is left out."""
+    entries = dict(enumerate(value)) if isinstance(value, list) else value
+    if isinstance(entries, dict):
+        return {key: number for entry, inner in entries.items() for key, number in flat(f"{name}/{entry}", inner).items()}
+    return {} if value is None else {name: value}
+
+
+def start_wandb(folder: Path, settings: LogConfig, *, group: str, job: str, config: dict):
+    """A W&B run, one for each job of a group, continued when it is there; offline where there is no key, and none at all when disabled."""
     if settings.mode == "disabled":
         return None
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # where artifacts wait for their upload
     import wandb
     key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
     mode = ("online" if key else "offline") if settings.mode == "auto" else settings.mode
-    return wandb.init(project=settings.project, name=name, id=name, resume="allow", group=name, mode=mode, dir=str(folder), config=config,
-                      settings=wandb.Settings(silent=True, console="off"))
+    return wandb.init(project=settings.project, name=f"{group} {job}", id=f"{group}-{job}", resume="allow", group=group, job_type=job, mode=mode, dir=str(folder),
+                      config=config, settings=wandb.Settings(silent=True, console="off"))

@@ -1,0 +1,130 @@
+"""Validation: what a checkpoint decodes like, by replay on validation responses under the run's own cost table, and its loss there."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dloop_train.config import Config, check
+from dloop_train.data.batches import TextBatch
+from dloop_train.data.responses import Response, read_responses
+from dloop_train.decoding.costs import Costs, measure_costs
+from dloop_train.decoding.gates import Gate
+from dloop_train.decoding.replay import Replay, walk_gate
+from dloop_train.drafters.base import Drafter
+from dloop_train.phases import artifacts
+from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
+from dloop_train.ranks import barrier, gather_over_ranks, rank, world_size
+from dloop_train.runs import read_jsonl, write_atomic
+from dloop_train.targets.sources import load_target
+from dloop_train.training.anchors import Origins, draw_origins
+from dloop_train.training.engine import Validation
+from dloop_train.training.metrics import add_sums, reduce_sums
+from dloop_train.training.unroll import Terms, Unroll
+
+LOG = "validation.jsonl"
+COSTS = "costs.json"
+MEASURED_DEPTH = 3
+"""Stages up to which costs are measured; what is deeper is extended from them."""
+BINS = 20
+"""Of the gate's score, as the probability exp(score) in [0, 1]."""
+
+
+class Validator:
+    """Called by every rank with the same drafter; the responses are shared out, the result is the same everywhere."""
+
+    def __init__(self, config: Config):
+        self.config, self.folder = config, artifacts.run_folder(config)
+        answered = read_responses(artifacts.responses(config).folder, "validation")[: config.train.validate_prompts]
+        self.responses = [response for response in answered if len(response.response_ids) > 1]  # one token leaves nothing to draft
+        check(not config.gate.by_replay or bool(self.responses), "gate.threshold=replay chooses on validation responses, and there are none: "
+              f"set gate.threshold={getattr(config.gate, 'paper_threshold', 0):g}, or raise train.validate_prompts and generate.greedy_prompts")
+        self.max_stages = max(config.train.depth_exposure + 1, 2)
+        self.target = None
+
+    def __call__(self, step: int, drafter: Drafter) -> Validation:
+        if not self.responses:
+            return Validation({})
+        started, training = time.perf_counter(), drafter.training
+        drafter.eval()
+        if self.target is None:
+            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=next(drafter.parameters()).device)
+        costs = self.costs(drafter)
+        records = self.replay(drafter)
+        row, score = predictions(records, self.config.gate, self.config.evaluate.thresholds, costs, k=drafter.k, stages=self.max_stages)
+        row |= self.losses(drafter) | gate_scores(records)
+        drafter.train(training)
+        return Validation(row | {"seconds": time.perf_counter() - started}, score)
+
+    def costs(self, drafter: Drafter) -> Costs:
+        """The run's cost table: measured once, by the first rank, so that all checkpoints are compared under the same."""
+        path = self.folder / COSTS
+        if rank() == 0 and not path.is_file():
+            prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
+            measured = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, self.max_stages))
+            write_atomic(path, json.dumps(measured.row(), indent=1))
+        barrier()
+        return Costs.of(json.loads(path.read_text()))
+
+    def replay(self, drafter: Drafter) -> list[Replay]:
+        """Replays of all responses, in their order; each rank makes its share."""
+        longest = max(len(response.response_ids) for response in self.responses)
+        mine = replay_all(self.target, drafter, self.responses[rank()::world_size()], max_stages=self.max_stages, max_new_tokens=longest,
+                          temperature=self.config.gate.temperature)
+        shares = gather_over_ranks(mine)
+        return [shares[at % len(shares)][at // len(shares)] for at in range(sum(map(len, shares)))]
+
+    @torch.no_grad()
+    def losses(self, drafter: Drafter) -> dict[str, float | list[float]]:
+        """The training's loss and accuracies on the same texts, from origins that are the same in every validation."""
+        settings, parameter = self.config.train, next(drafter.parameters())
+        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), max_rows=settings.loss_rows)
+        sums: dict = {}
+        for start in range(0, len(self.responses), world_size()):  # every rank runs as many, since losses agree on their chunks
+            at = start + rank()
+            response = self.responses[at % len(self.responses)]
+            batch = self.text(response).to(parameter.device, parameter.dtype)
+            origins = draw_origins(batch, drafter.k, count=settings.origins, depth_exposure=settings.depth_exposure, seed=settings.seed, epoch=0)
+            if at >= len(self.responses):
+                origins = Origins(origins.position, origins.depth * 0)
+            weights = torch.ones(2, dtype=torch.float64, device=parameter.device)
+            sums = add_sums(sums, unroll(batch, origins, weights, 1.0).sums)
+        return {name: mean for name, mean in reduce_sums(sums).items() if name.startswith(("loss_", "accuracy_"))}
+
+
+    def text(self, response: Response) -> TextBatch:
+        """A response with all that the drafter reads of the target, as one row."""
+        tokens = torch.tensor([response.prompt_ids + response.response_ids], device=self.target.device)
+        output = self.target.read(tokens, reads=artifacts.reads(self.config))
+        loss_mask = torch.arange(tokens.shape[1], device=tokens.device)[None] >= len(response.prompt_ids)
+        return TextBatch((response.id,), tokens, loss_mask, output.features, output.last_hidden)
+
+
+def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int, stages: int) -> tuple[dict, float]:
+    """The row of a validation, and predicted tokens per second under the gate: at its fastest threshold if that is still to be chosen."""
+    swept = sweep(records, candidates(gate, thresholds), costs, k, stages)
+    best = fastest(swept["sweep"], gate.paper_threshold) if swept["sweep"] else predicted([walk_gate(record, gate) for record in records], costs)
+    row = {f"{name}_{walk}": point[name] for walk, point in (("s1", swept["S1"]), ("gated", best), ("oracle", swept["oracle"]))
+           for name in ("tau", "tokens_per_second")}
+    row |= {"threshold": best.get("threshold"), "stages_gated": best["stages"], "full_acceptance": swept["full_acceptance_by_stage"],
+            "by_threshold": {f"{point['threshold']:g}": {name: point[name] for name in ("tau", "tokens_per_second", "stages")} for point in swept["sweep"]}}
+    return row, best["tokens_per_second"]
+
+
+def gate_scores(records: Sequence[Replay]) -> dict:
+    """First-stage scores at every position as probabilities: how many fall in each bin, and which share of those blocks is accepted whole."""
+    probability = np.concatenate([record.scores[:, 0].exp().numpy() for record in records])
+    full = np.concatenate([(record.accepted >= record.k).numpy() for record in records])
+    counts, edges = np.histogram(probability, bins=BINS, range=(0, 1))
+    accepted, _ = np.histogram(probability[full], bins=edges)
+    return {"gate_score_histogram": counts.tolist(), "gate_calibration": [a / n if n else None for a, n in zip(accepted.tolist(), counts.tolist(), strict=True)]}
+
+
+def chosen_threshold(folder: Path, step: int) -> float | None:
+    """The threshold that validation chose at a step of the run in `folder`; None where that step was not validated."""
+    path = folder / LOG
+    rows = [row for row in read_jsonl(path) if row["step"] == step and "threshold" in row] if path.is_file() else []
+    return rows[-1]["threshold"] if rows else None

@@ -1,0 +1,140 @@
+"""On a Slurm cluster of two nodes: a run of all phases, stopped and requeued, and with a node that dies; the results are an uninterrupted run's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+REPOSITORY = Path(__file__).parents[1]
+CLUSTER = os.environ.get("DLOOP_TEST_CLUSTER", "")
+"""Folder of the cluster that slurm_cluster.sh started."""
+SETTINGS = ["+drafter=eagle3", "+target=tiny_llama", "prompts.limit=32", "train.steps=40", "train.save_every=4", "train.micro_batch_size=4", "launch.threads=1",
+            "evaluate.dtype=float32"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    if not CLUSTER:
+        pytest.skip("no cluster: bash launchers/test.sh slurm starts one")
+
+
+class Job:
+    """A job, from its submission to its end."""
+
+    def __init__(self, root: Path, script: str, *overrides: str, flags: tuple[str, ...] = ()):
+        self.root = root
+        root.mkdir(exist_ok=True)
+        environment = os.environ | {"DLOOP_ROOT": str(root), "DLOOP_VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        command = ["sbatch", "--parsable", f"--output={root / 'slurm.out'}", *flags, f"launchers/{script}", *SETTINGS, *overrides]
+        self.id = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    def state(self) -> str:
+        shown = subprocess.run(["scontrol", "show", "job", "--oneliner", self.id], capture_output=True, text=True, check=True).stdout
+        return shown.split("JobState=")[1].split()[0]
+
+    def log(self) -> str:
+        return "".join(file.read_text(errors="replace") for file in sorted(self.root.glob("slurm/*.log")))
+
+    def wait_for(self, reached, seconds: float = 240) -> None:
+        """Until `reached()`; not `sbatch --wait`, which looks seldom."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < deadline, f"job {self.id} is {self.state()} after {seconds} s\n{self.log()[-3000:]}"
+            time.sleep(0.2)
+
+    def end(self) -> str:
+        """How it ended."""
+        self.wait_for(lambda: self.state() in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
+        return self.state()
+
+    def finish(self) -> None:
+        assert self.end() == "COMPLETED", self.log()[-3000:]
+
+    def signal(self, name: str) -> None:
+        """To the batch script, as before the time limit."""
+        subprocess.run(["scancel", f"--signal={name}", "--batch", self.id], check=True)
+
+
+def steps(root: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in root.glob("runs/*/metrics.jsonl"))
+
+
+def records(root: Path) -> dict:
+    """What must not depend on interruptions."""
+    run = root / "runs" / "eagle3-tiny_llama"
+    rounds = {path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)] for path in sorted(run.glob("evaluation/rounds/*.jsonl"))}
+    return {"responses": [path.read_text() for path in sorted(root.glob("responses/*/*.jsonl"))], "rounds": rounds,
+            "shards": [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))],
+            "losses": [(row["step"], row["loss"]) for row in map(json.loads, open(run / "metrics.jsonl"))], "weights": (run / "drafter" / "model.safetensors").read_bytes()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run on two nodes."""
+    job = Job(tmp_path_factory.mktemp("slurm") / "whole", "slurm.sbatch")
+    job.finish()
+    return job
+
+
+def test_all_phases_run_on_two_nodes(whole):
+    """One rank on each, since the GPUs are not there; the log lies under the root."""
+    run = whole.root / "runs" / "eagle3-tiny_llama"
+    assert (run / "report.json").is_file() and (run / "report.html").is_file()
+    last = json.loads((run / "checkpoints" / "last.json").read_text())
+    assert (last["world_size"], last["step"]) == (2, 40)
+    assert "on n[1-2], start 1" in whole.log() and "on 2 rank(s)" in whole.log()
+
+
+def test_stopped_before_the_time_limit_and_requeued(whole, tmp_path):
+    """USR1 in the middle of the training: it saves, the job goes back into the queue and ends with the same numbers."""
+    job = Job(tmp_path / "requeued", "slurm.sbatch")
+    job.wait_for(lambda: steps(job.root) >= 6)
+    job.signal("USR1")
+    job.finish()
+    log = job.log()
+    assert "asked to stop" in log and "stopped as asked" in log and "start 2" in log and "train: resumed at step" in log
+    assert steps(job.root) == 40 and "Traceback" not in log
+    assert records(job.root) == records(whole.root)
+
+
+def test_stopped_while_it_answers_prompts(whole, tmp_path):
+    """On one node, by the other script: a phase that goes on from its last batch ends at once, and comes back."""
+    job = Job(tmp_path / "answering", "slurm_one_node.sbatch", "phases=[generate]", "generate.batch_size=1", "prompts.limit=200", flags=("--mem=4G", "--cpus-per-task=2"))
+    job.wait_for(lambda: len(list(job.root.glob("responses/*.partial/batches/*.jsonl"))) >= 2)
+    job.signal("USR1")
+    job.finish()
+    assert "stopped as asked" in job.log() and "start 2" in job.log()
+    assert list(job.root.glob("responses/*/manifest.json"))
+
+
+def crash(node: int) -> None:
+    """Everything on a node ends at once: its daemon, the job's step and ranks."""
+    pids = subprocess.run(["ip", "netns", "pids", f"dloop{node}"], capture_output=True, text=True, check=True).stdout.split()
+    for pid in pids:
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(whole, tmp_path):
+    """The job goes back into the queue, and starts when the node is back."""
+    job = Job(tmp_path / "crashed", "slurm.sbatch")
+    job.wait_for(lambda: steps(job.root) >= 10)
+    crash(2)
+    job.wait_for(lambda: "a node does not answer" in job.log() or job.state() != "RUNNING")
+    subprocess.run(["bash", str(Path(__file__).with_name("slurm_cluster.sh")), "node", CLUSTER, "2"], check=True)
+    job.finish()
+    assert "a node does not answer" in job.log() and "start 2" in job.log() and "train: resumed at step" in job.log()
+    assert records(job.root) == records(whole.root)
+
+
+def test_the_first_error_is_told_once_and_last(tmp_path):
+    """On every rank of two nodes the same; the log holds it once, behind what Slurm and torchrun say."""
+    job = Job(tmp_path / "wrong", "slurm.sbatch", "train.batch_size=9", "train.micro_batch_size=3", "phases=[generate,cache,train]")
+    assert job.end() == "FAILED"
+    told = "dloop_train: train: train.batch_size 9 / train.micro_batch_size 3 = 3 micro-batches cannot be shared by 2 ranks"
+    assert job.log().count(told) == 1 and job.log().rstrip().splitlines()[-1] == told and "Traceback" not in job.log()

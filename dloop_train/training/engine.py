@@ -264,6 +264,8 @@ class Trainer:
     def validate(self, validate: Validate) -> None:
         started = time.perf_counter()
         found = validate(self.step, self.whole_drafter())
+        if self.twin is not None:
+            self.twin.to("cpu")
         self.log.validation(self.step, found.row)
         if found.score is not None:
             better = self.best is None or found.score > self.best.score

@@ -1,21 +1,25 @@
 """Agent: one node's torchrun, which ends quietly because its ranks have said why: python -m dloop_train.agent <ranks> <torchrun's arguments>."""
 
+import logging
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dloop_train.launch import leave_error, ranks_of_node
-from dloop_train.ranks import die_with_parent
+from dloop_train.launch import ranks_of_node
+from dloop_train.ranks import FAILURE, STOPPED, die_with_parent
+from dloop_train.runs import write_atomic
 
 
 def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the controller's business; the ranks inherit it
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # its word for ranks that ended is an error, whatever the reason
     wanted, *arguments = sys.argv[1:]
     ranks = ranks_of_node(int(wanted))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))  # torchrun would say 1, and an offloaded optimiser would crawl
@@ -23,13 +27,22 @@ def main() -> None:
     try:
         torchrun.run(torchrun.parse_args([f"--nproc-per-node={ranks}", *arguments]))
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        if first.exitcode < 0:  # no rank can tell that it was killed
-            leave_error(f"{arguments[-1]}: a rank on {socket.gethostname()} was ended by signal {-first.exitcode} ({first.signal_name()}); "
-                        f"SIGKILL often means that the node's memory is used up. The same command goes on from what is on disk")
-        sys.exit(abs(first.exitcode))
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if STOPPED in codes and codes <= {STOPPED, -signal.SIGTERM}:
+            return  # all ranks have saved; a code other than 0 would have srun end other nodes that are on their way out
+        tell_killed(arguments[-1], list(error.failures.values()))
+        sys.exit(max(map(abs, codes)))
     except SignalException as error:
         sys.exit(128 + error.sigval)
+
+
+def tell_killed(phase: str, failures: list[ProcessFailure]) -> None:
+    """A rank that was killed cannot say so, and what the others then said of their connections is not the cause."""
+    killed = [failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
+    if killed:
+        text = (f"{phase}: a rank on {socket.gethostname()} was ended by {killed[0].signal_name()}; after SIGKILL look whether the memory of the machine was used up. "
+                f"The same command goes on from what is on disk\n")
+        write_atomic(Path(os.environ[FAILURE]), text)
 
 
 def cores() -> int:

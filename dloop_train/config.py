@@ -91,6 +91,17 @@ class CacheConfig:
 
 
 @dataclass
+class FeaturesConfig:
+    """Where a training gets the target's hidden states from."""
+
+    source: str = "disk"
+    """disk reads what the cache phase has written; online runs the target in the training step and stores nothing."""
+
+    def __post_init__(self):
+        check(self.source in ("disk", "online"), f"features.source must be disk or online, got {self.source!r}")
+
+
+@dataclass
 class TrainConfig:
     """Loop-aware training (DESIGN: cross-stage unrolling)."""
 
@@ -121,7 +132,11 @@ class TrainConfig:
     max_length: int = 4096
     """Samples are cut on the right to this many tokens."""
     loss_rows: int = 1024
-    """Most [rows, V] logits alive at once; the rest is recomputed in chunks."""
+    """Most rows of logits alive at once: losses are taken, and differentiated, in chunks of so many."""
+    pack: bool = False
+    """Put the sequences of a micro-batch behind one another in one row, each seeing itself alone, in place of padding them to the longest."""
+    recompute: bool = False
+    """Keep of a stage only its states, and compute its backbone again in the backward pass: less memory, about a third more time."""
     seed: int = 0
     save_every: int = 200
     keep: int = 2
@@ -259,7 +274,10 @@ class Config:
     """A Gate (decoding/gates.py)."""
     rule: Any
     """A Rule (decoding/rules.py)."""
+    responder: Any
+    """A Responder (targets/responders.py)."""
     generate: GenerateConfig
+    features: FeaturesConfig
     cache: CacheConfig
     train: TrainConfig
     deepspeed: DeepSpeedConfig
@@ -275,9 +293,9 @@ class Config:
         check("/" not in self.name and self.name not in ("", ".", ".."), f"name must be a plain folder name, got {self.name!r}")
 
 
-TYPED = {"target": TargetConfig, "generate": GenerateConfig, "cache": CacheConfig, "train": TrainConfig,
+TYPED = {"target": TargetConfig, "generate": GenerateConfig, "features": FeaturesConfig, "cache": CacheConfig, "train": TrainConfig,
          "deepspeed": DeepSpeedConfig, "export": ExportConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
-PLUGINS = ("drafter", "prompts", "gate", "rule")
+PLUGINS = ("drafter", "prompts", "gate", "rule", "responder")
 
 
 def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T:

@@ -13,13 +13,9 @@ from pathlib import Path
 import torch
 
 from dloop_train.config import Config, LaunchConfig, check
-from dloop_train.ranks import die_with_parent
+from dloop_train.ranks import FAILURE, STOPPED, die_with_parent
 from dloop_train.runs import write_atomic
 
-FAILURE = "DLOOP_FAILURE"
-"""Environment variable: the file in which the first rank that fails leaves its error, for the controller to show once."""
-STOPPED = 75
-"""Exit code of a command that was asked to stop and can go on later: EX_TEMPFAIL of sysexits.h."""
 PATIENCE = 10
 """Seconds in which the other ranks may end by themselves when one has failed."""
 PORTS = range(20000, 30000)
@@ -185,13 +181,3 @@ def write_environment(path: Path, environment: dict[str, str]) -> Path:
     names = [name for name in sorted(environment) if name.startswith(passed) and not name.endswith(("TOKEN", "KEY"))]
     write_atomic(path, "".join(f"{name}={environment[name]}\n" for name in names))
     return path
-
-
-def leave_error(text: str) -> None:
-    """The first error of all ranks is left for the controller, the others follow from it. A rank that was started by hand prints its own."""
-    path = os.environ.get(FAILURE)
-    if path is None:
-        print(f"dloop_train: {text}", file=sys.stderr, flush=True)
-        return
-    with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
-        file.write(text + "\n")

@@ -7,7 +7,6 @@ import signal
 import sys
 import traceback
 import warnings
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,8 +14,12 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+STOP = "stop"
+"""A file of this name in the run's folder asks for a checkpoint and a clean end."""
 STOPPED = 75
 """Exit code of ranks that were asked to stop, have saved and want to be started again (EX_TEMPFAIL)."""
+FAILURE = "DLOOP_FAILURE"
+"""Environment variable: the file in which the first rank to fail leaves its cause."""
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal that a process gets when its parent dies. A grandchild does not inherit the wish."""
 PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
@@ -108,8 +111,8 @@ class OneCause:
     A rank that has failed waits for nobody: the others hang in a collective that it has left, until whoever started them ends them.
     """
 
-    def __init__(self, path: Path, what: str):
-        self.path, self.what = path, what
+    def __init__(self, what: str):
+        self.what = what
 
     def __enter__(self) -> "OneCause":
         return self
@@ -117,23 +120,24 @@ class OneCause:
     def __exit__(self, kind, error, trace) -> None:
         if not isinstance(error, Exception):  # none, or somebody wants this process to end
             return
-        text = f"dloop_train: {self.what}: {as_text(error)}" + (f"\n(rank {rank()} of {world_size()})" if world_size() > 1 else "")
-        if self.is_first(text):
-            print(text, file=sys.stderr)
+        leave_cause(f"{self.what}: {as_text(error)}" + (f"\n(rank {rank()} of {world_size()})" if world_size() > 1 else ""))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
-    def is_first(self, text: str) -> bool:
-        """Leave the cause in a file that only one rank can create."""
-        try:
-            with open(self.path, "x", encoding="utf-8") as file:
+
+def leave_cause(text: str) -> None:
+    """In the file that the command named and only one rank can create; the command shows it last. A rank that was started by hand prints its own."""
+    try:
+        if FAILURE in os.environ:
+            with open(os.environ[FAILURE], "x", encoding="utf-8") as file:
                 file.write(text + "\n")
-        except FileExistsError:
-            return False
-        except OSError:  # a full disk is a cause like any other
-            return True
-        return True
+            return
+    except FileExistsError:
+        return
+    except OSError:  # a full disk is a cause like any other
+        pass
+    print(f"dloop_train: {text}", file=sys.stderr)
 
 
 def as_text(error: Exception) -> str:

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dloop_train.launch import RANKS, STOPPED
-from dloop_train.ranks import say
+from dloop_train.launch import RANKS
+from dloop_train.ranks import STOP, STOPPED, say
 from dloop_train.runs import write_atomic
 
-STOP = "stop"
-"""File in the run folder that asks the ranks of a training to save and end."""
 SAVING = ("train",)
-"""Phases whose ranks look for that file in every step. The others go on from the last batch, shard or response on disk, so they may end at any moment."""
+"""Phases whose ranks look for the file STOP in the run folder, in every step. The others go on from the last batch, shard or response on disk, so they may end at any moment."""
 
 
 @dataclass

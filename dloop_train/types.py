@@ -9,6 +9,7 @@
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -80,6 +81,7 @@ class Context:
     tokens: Tensor  # [B, T + 1] ids of these positions and of the one after them (a chain pairs row p with token p + 1)
     features: Tensor  # [B, T, F]
     start: int = 0
+    first: Tensor | None = None  # [B, T] where several documents stand in one row: the row that each one's begins at
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,14 @@ class KV:
 
 @dataclass(frozen=True)
 class DraftState:
-    """A draft under way. The context is shared by the branches; a branch sees it strictly before its origin."""
+    """A draft under way. The context is shared by the branches; a branch sees it from its document's first row to the one before its origin."""
 
     context: tuple[KV, ...]  # one a layer
     own: tuple[KV, ...] | None  # one a layer; what the branch drafted itself
-    origin: Tensor  # [B, N] position of the anchor of the first stage
-    position: Tensor  # [B, N] position of the anchor of the next stage
+    sight: Any  # the branches' attention.Sight
+    origin: Tensor  # [B, N] row of the anchor of the first stage
+    first: Tensor  # [B, N] row of the branch's document at which positions begin to count
+    position: Tensor  # [B, N] position of the anchor of the next stage, in its document
     hidden: Tensor | None  # [B, N, W, D] hidden states of the last stage; for a chain before its first stage the projected features
 
 

@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import composed, tiny_config
+from jinja2 import TemplateError
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
 from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
+from dloop_train.data import store as data_store
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import JsonLines, PerfectBlend, split_of
-from dloop_train.data.store import FeatureStore, index_of, plan_shards, shard_file, write_shard
-from dloop_train.phases import generate
+from dloop_train.data.responses import AnswerLog, Merged, Response, as_line, index_file, merge, read_responses, write_rows
+from dloop_train.data.store import FeatureStore, plan_shards, shard_file, write_index, write_shard
+from dloop_train.phases import artifacts, generate
 from dloop_train.runs import Artifact, require_same, write_atomic
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
@@ -104,12 +108,17 @@ def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
     assert torch.equal(output.last_hidden, hidden[-1])
 
 
-def test_a_finished_split_is_not_answered_again(tmp_path, monkeypatch):
-    """Going on after a kill: the target is not even loaded where both splits are there."""
-    for split in ("validation", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("")
+def test_what_is_answered_is_not_answered_again(tmp_path, monkeypatch):
+    """Going on after a kill: the target is not even loaded where every file is there."""
+    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "prompts.limit=3", "generate.max_new_tokens=2", "generate.greedy_max_new_tokens=2",
+                      "generate.greedy_prompts=2")
+    folder = artifacts.responses(config).begin()
+    generate.write_questions(config, folder)
+    generate.answer(config, folder)
     monkeypatch.setattr(generate, "load_target", lambda *_, **__: pytest.fail("the target was loaded for nothing"))
-    generate.answer_greedily(composed("+drafter=dflash", "+target=tiny_llama"), [], {}, tmp_path)
+    monkeypatch.setattr(generate, "encoded", lambda *_: pytest.fail("the prompts were tokenised again"))
+    generate.run(config)
+    assert artifacts.responses(config).facts()["prompts"] == 3
 
 
 def test_batched_answers_do_not_depend_on_the_batch(tiny_target):
@@ -154,11 +163,11 @@ def samples(count=5):
 @pytest.fixture
 def store(tmp_path):
     every = samples()
-    shards = plan_shards([(s.id, len(s.tokens)) for s in every], row_bytes=10, shard_bytes=100)
-    assert len(shards) > 1
-    for number, shard in enumerate(shards):
-        write_shard(tmp_path, number, [next(s for s in every if s.id == place.id) for place in shard])
-    return tmp_path, index_of(tmp_path, shards), every
+    index = plan_shards([len(s.tokens) for s in every], row_bytes=10, shard_bytes=100)
+    assert index.num_shards > 1
+    for number in range(index.num_shards):
+        write_shard(tmp_path, number, [every[place] for place in index.of_shard(number)])
+    return tmp_path, write_index(tmp_path, index), every
 
 
 def test_store_returns_what_was_written(store):
@@ -179,18 +188,78 @@ def test_truncated_shard_is_refused(store):
         FeatureStore(folder, facts, max_length=99)
 
 
-def test_nan_features_are_refused_at_writing_and_reading(store):
-    folder, facts, every = store
+def test_nan_features_are_refused_at_writing(store):
+    folder, _, every = store
     bad = Sample("bad", every[0].tokens, every[0].loss_mask, every[0].features * float("nan"), every[0].last_hidden)
     with pytest.raises(ValueError, match="sample bad"):
         write_shard(folder, 0, [bad])
-    tensors = load_file(shard_file(folder, 0))
-    tensors["features"][2] = float("nan")  # poisoned on disk, the size unchanged
-    save_file(tensors, shard_file(folder, 0))
+
+
+def rewrite(path, change):
+    """Another shard of the same size, its checksums as they were."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata=metadata)
+
+
+def set_to(name, value):
+    def change(tensors):
+        tensors[name].view(-1)[1] = value
+    return change
+
+
+@pytest.mark.parametrize("change", [set_to("features", float("nan")), set_to("features", 0.25), set_to("last_hidden", 0.25), set_to("tokens", 7), set_to("loss_mask", True)],
+                         ids=["nan", "features", "last_hidden", "tokens", "loss_mask"])
+def test_a_poisoned_shard_is_refused_at_reading(store, change):
+    """Also where every number stays finite; the other samples are still read."""
+    folder, facts, every = store
+    rewrite(shard_file(folder, 0), change)
     reader = FeatureStore(folder, facts, max_length=99)
-    with pytest.raises(ValueError, match="damaged"):
-        for number in range(len(reader)):
-            reader[number]
+    with pytest.raises(ValueError, match="sample s0 .* damaged.*rerun phases"):
+        reader[0]
+    assert torch.equal(reader[1].tokens, every[1].tokens)
+
+
+def test_a_bit_of_any_sample_counts(store):
+    """Any flipped bit behind the header is noticed."""
+    folder, facts, every = store
+    file = shard_file(folder, 1)
+    whole = bytearray(file.read_bytes())
+    for at in range(8 + int.from_bytes(whole[:8], "little"), len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << at % 8
+        file.write_bytes(flipped)
+        reader = FeatureStore(folder, facts, max_length=99)
+        with pytest.raises(ValueError, match="damaged"):
+            [reader[index] for index in reader.index.of_shard(1)]
+
+
+def test_a_shard_of_other_samples_is_refused(store):
+    """The same rows under another name: a store pieced together from two."""
+    folder, facts, every = store
+    with safe_open(shard_file(folder, 0), "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(shard_file(folder, 0)), shard_file(folder, 0), metadata={"samples": metadata["samples"].replace("s0", "z0")})
+    with pytest.raises(ValueError, match="sample z0 .* damaged"):
+        FeatureStore(folder, facts, max_length=99)[0]
+
+
+def test_a_store_without_index_says_what_to_do(store):
+    folder, facts, _ = store
+    (folder / "index.npz").unlink()
+    with pytest.raises(ValueError, match="older version.*rerun phases"):
+        FeatureStore(folder, facts, max_length=99)
+
+
+def test_few_shards_stay_open(store, monkeypatch):
+    folder, facts, every = store
+    monkeypatch.setattr(data_store, "OPEN_SHARDS", 1)
+    reader = FeatureStore(folder, facts, max_length=99)
+    for index in [0, len(every) - 1, 0]:
+        assert torch.equal(reader[index].features, every[index].features)
+    assert reader.open.cache_info().currsize == 1
 
 
 def test_overwritten_header_is_refused(store):
@@ -215,3 +284,57 @@ def test_artifact_exists_only_when_finished(tmp_path):
 def test_differing_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="lr: found 1, wanted 2"):
         require_same({"lr": 1, "same": [1]}, {"lr": 2, "same": (1,)}, tmp_path)
+
+
+def response(name, text="t"):
+    return Response(name, "all", [1, 2], [3, 4, 5][:len(name)], len(name) == 3, text)
+
+
+def test_rows_are_read_one_at_a_time_with_and_without_an_index(tmp_path):
+    rows = [response("a"), response("bbb", "löng\u2028line"), response("cc")]
+    write_rows(tmp_path / "train.jsonl", rows, Response)
+    for _ in range(2):
+        read = read_responses(tmp_path, "train")
+        assert list(read) == rows and [read[0], read[-1]] == [rows[0], rows[2]] and read[1:] == rows[1:]
+        assert read.lengths.tolist() == [3, 5, 4]
+        index_file(tmp_path / "train.jsonl").unlink(missing_ok=True)
+
+
+def test_merged_responses_stand_in_the_prompts_order(tmp_path):
+    for number, names in enumerate([["cc", "a"], ["bbb"]]):
+        write_rows(tmp_path / f"{number}.jsonl", [response(name) for name in names], Response)
+    merged = merge([tmp_path / "0.jsonl", tmp_path / "1.jsonl"], ["a", "refused", "bbb", "cc"], tmp_path / "train.jsonl")
+    assert [row.id for row in read_responses(tmp_path, "train")] == ["a", "bbb", "cc"]
+    assert merged == Merged(rows=3, prompt_tokens=6, response_tokens=6, unfinished=2)
+
+
+def test_a_torn_answer_is_forgotten(tmp_path):
+    """kill -9 in the middle of a line: the others stay, and the next answer does not stick to the torn one."""
+    path = tmp_path / "answers.jsonl"
+    log = AnswerLog(path)
+    for name in ("a", "bbb"):
+        log.append(response(name))
+    whole = path.read_bytes()
+    for cut in range(len(as_line(response("a"))), len(whole)):
+        path.write_bytes(whole[:cut])
+        again = AnswerLog(path)
+        assert again.ids == {"a"}
+        again.append(response("bbb"))
+        assert path.read_bytes() == whole
+    path.write_bytes(whole.replace(b'"id"', b'"ip"', 1))
+    with pytest.raises(ValueError, match="answers.jsonl:1 is no response"):
+        AnswerLog(path)
+
+
+def test_a_prompt_that_the_template_refuses_is_left_out(tmp_path, monkeypatch):
+    """And counted; the others are answered."""
+    def refuse(tokenizer, messages, target):
+        if len(messages[-1]["content"]) % 2:
+            raise TemplateError("no system turns")
+        return prompt_ids(tokenizer, messages, target)
+    monkeypatch.setattr(generate, "prompt_ids", refuse)
+    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "prompts.limit=12", "generate.max_new_tokens=2", "generate.greedy_max_new_tokens=2",
+                      "generate.greedy_prompts=2")
+    generate.run(config)
+    facts = artifacts.responses(config).facts()
+    assert 0 < facts["prompts"] < 12 and 12 - facts["prompts"] <= facts["left_out"] == facts["left_out_for"]["the chat template refused it: no system turns"]

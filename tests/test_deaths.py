@@ -58,8 +58,7 @@ def test_a_poisoned_shard_ends_both_ranks_and_is_named_once(root, tmp_path):
     code, said = end(start(tmp_path / "root", "poisoned", "phases=[train]", "train.steps=12"))
     assert code != 0 and time.monotonic() - began < 300
     assert said.count("has NaN or infinite features") == 1 and f"sample {name} in {shard}" in said
-    assert "dloop_train/data/store.py" not in said, "a user's error came with a traceback"
-    assert f"sample {name}" in (tmp_path / "root" / "runs" / "poisoned" / "failure.txt").read_text()
+    assert "Traceback" not in said, "the launcher's own traceback hides the cause"
 
 
 @pytest.mark.slow
@@ -168,5 +167,5 @@ def test_a_stop_that_is_asked_for_leaves_with_its_own_code(root):
     assert wait_until(started, lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size)
     (folder / "stop").touch()
     code, said = end(started)
-    assert code != 0 and f"exitcode  : {STOPPED}" in said or code == STOPPED
+    assert code == STOPPED, said
     assert last_of(folder / "checkpoints") is not None and not (folder / "checkpoints" / "done.json").exists() and not (folder / "stop").exists()

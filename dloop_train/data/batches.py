@@ -1,7 +1,8 @@
 """Batches: which samples stand in which step and micro-batch, a pure function of (seed, epoch), and their collation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -13,16 +14,28 @@ from dloop_train.types import Sample
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Samples padded on the right."""
+    """Samples padded on the right, or packed: all in one row, one behind the other."""
 
     ids: tuple[str, ...]
     tokens: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool
     features: Tensor  # [B, T, F]
     last_hidden: Tensor  # [B, T, D]
+    lengths: tuple[int, ...] = ()
+    """Tokens of each sample; empty where every sample fills its row."""
+    first: Tensor | None = None  # [B, T] of packed samples: where the sample of each token begins
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TextBatch":
-        return TextBatch(self.ids, self.tokens.to(device), self.loss_mask.to(device), self.features.to(device, dtype), self.last_hidden.to(device, dtype))
+        return replace(self, tokens=self.tokens.to(device), loss_mask=self.loss_mask.to(device), features=self.features.to(device, dtype),
+                       last_hidden=self.last_hidden.to(device, dtype), first=None if self.first is None else self.first.to(device))
+
+    def places(self) -> list[tuple[int, slice]]:
+        """Where each sample lies: its row and its tokens there."""
+        lengths = self.lengths or (self.tokens.shape[1],) * len(self.ids)
+        if self.first is None:
+            return [(row, slice(0, length)) for row, length in enumerate(lengths)]
+        ends = list(accumulate(lengths))
+        return [(0, slice(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
 
 
 class Source(Protocol):
@@ -30,6 +43,8 @@ class Source(Protocol):
 
     lengths: tuple[int, ...]
     """Tokens of every sample."""
+
+    def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> TextBatch:
         """Samples as they lie on disk. Called ahead of time, on a thread of its own."""
@@ -41,7 +56,18 @@ class Source(Protocol):
 def collate(samples: Sequence[Sample]) -> TextBatch:
     def padded(name: str) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([getattr(sample, name) for sample in samples], batch_first=True)
-    return TextBatch(tuple(sample.id for sample in samples), padded("tokens"), padded("loss_mask"), padded("features"), padded("last_hidden"))
+    return TextBatch(tuple(sample.id for sample in samples), padded("tokens"), padded("loss_mask"), padded("features"), padded("last_hidden"),
+                     tuple(len(sample.tokens) for sample in samples))
+
+
+def packed(batch: TextBatch) -> TextBatch:
+    """The samples of a padded batch in one row, without the padding; each remains a text of its own."""
+    def joined(rows: Tensor) -> Tensor:
+        return torch.cat([rows[row, tokens] for row, tokens in batch.places()])[None]
+    lengths = tuple(tokens.stop for _, tokens in batch.places())
+    starts = torch.tensor([0, *accumulate(lengths)][:-1])
+    first = starts.repeat_interleave(torch.tensor(lengths))[None].to(batch.tokens.device)
+    return TextBatch(batch.ids, *(joined(rows) for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)), lengths, first)
 
 
 WINDOW = 32

@@ -1,9 +1,31 @@
-"""Responses on disk: one JSON line an answered prompt, a file a split."""
+"""Questions and responses on disk: one JSON line a prompt, read a line at a time, since those of a million prompts do not fit into memory as numbers."""
 
-from dataclasses import asdict, dataclass
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
-from dloop_train.runs import read_jsonl
+import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as ids, the assistant's header included."""
+
+    id: str
+    category: str
+    prompt_ids: list[int]
+
+    def row(self) -> dict:
+        return asdict(self)
+
+    def answered(self, ids: list[int], stop_ids: Sequence[int], tokenizer) -> "Response":
+        finished = bool(ids) and ids[-1] in stop_ids
+        return Response(self.id, self.category, self.prompt_ids, ids, finished, tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
@@ -23,5 +45,151 @@ class Response:
         return asdict(self)
 
 
-def read_responses(folder: Path, split: str) -> list[Response]:
-    return [Response(**row) for row in read_jsonl(folder / f"{split}.jsonl")]
+class Rows(Sequence[T]):
+    """Questions or responses of a file, parsed when they are asked for."""
+
+    def __init__(self, path: Path, kind: type[T]):
+        self.path, self.kind = path, kind
+        beside = index_file(path)
+        self.index = np.load(beside) if beside.is_file() else scan(path, kind)  # [n, 2 or 3] int64: first byte, and how many ids each list has
+        assert self.index.shape[1] == 1 + len(id_lists(kind))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row, prompt and response. [n]"""
+        return self.index[:, 1:].sum(1)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, at):
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        with open(self.path, "rb") as file:
+            file.seek(self.index[at, 0])
+            return self.kind(**json.loads(file.readline()))
+
+    def __iter__(self) -> Iterator[T]:
+        with open(self.path, "rb") as file:
+            for line in file:
+                yield self.kind(**json.loads(line))
+
+
+def read_responses(folder: Path, split: str) -> Rows[Response]:
+    return Rows(folder / f"{split}.jsonl", Response)
+
+
+def index_file(path: Path) -> Path:
+    return path.with_suffix(".index.npy")
+
+
+def id_lists(kind: type) -> list[str]:
+    return [field.name for field in fields(kind) if field.name.endswith("_ids")]
+
+
+def scan(path: Path, kind: type) -> np.ndarray:
+    """The index of a file that has none beside it."""
+    found, at = [], 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            found.append((at, *sizes_of(parse(line, kind, f"{path}:{number}"), kind)))
+            at += len(line)
+    return as_index(found, kind)
+
+
+def as_index(found: list[tuple], kind: type) -> np.ndarray:
+    return np.array(found, dtype=np.int64).reshape(-1, 1 + len(id_lists(kind)))
+
+
+def parse(line: bytes, kind: type, where: str) -> dict:
+    """A row. Errors name the line."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not a JSON object: {error.msg}") from None
+    wanted = {field.name for field in fields(kind)}
+    if not isinstance(row, dict) or row.keys() != wanted:
+        raise ValueError(f"{where} is no {kind.__name__.lower()}: it should have {sorted(wanted)}, it has {sorted(row)}")
+    return row
+
+
+def sizes_of(row: dict, kind: type) -> tuple[int, ...]:
+    """How many ids each of a row's lists has."""
+    return tuple(len(row[name]) for name in id_lists(kind))
+
+
+def as_line(row: Question | Response) -> bytes:
+    return (json.dumps(row.row(), ensure_ascii=False) + "\n").encode()
+
+
+def write_rows(path: Path, rows: Iterable[Question | Response], kind: type) -> None:
+    """Rows and their index, written beside and renamed."""
+    write_lines(path, ((as_line(row), sizes_of(row.row(), kind)) for row in rows), kind)
+
+
+def write_lines(path: Path, lines: Iterable[tuple[bytes, tuple[int, ...]]], kind: type) -> None:
+    """The same of lines and what the index says of each."""
+    beside, found, at = path.with_name(f".{path.name}.{os.getpid()}"), [], 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(beside, "wb") as file:
+        for line, sizes in lines:
+            found.append((at, *sizes))
+            at += file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    np.save(index_file(path), as_index(found, kind))
+    os.replace(beside, path)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a file of responses holds."""
+
+    rows: int
+    prompt_tokens: int
+    response_tokens: int
+    unfinished: int
+    """Answers that max_new_tokens cut."""
+
+
+def merge(files: Iterable[Path], order: Iterable[str], path: Path) -> Merged:
+    """The responses of some files as one file, in the order of their prompts' ids; those that nobody answered are missing.
+
+    Holds the lines as bytes, about six for a token.
+    """
+    place = {identity: number for number, identity in enumerate(order)}
+    lines: list[tuple | None] = [None] * len(place)
+    unfinished = 0
+    for file in files:
+        with open(file, "rb") as opened:
+            for number, line in enumerate(opened, 1):
+                row = parse(line, Response, f"{file}:{number}")
+                lines[place[row["id"]]] = line, sizes_of(row, Response)
+                unfinished += not row["finished"]
+    there = [line for line in lines if line is not None]
+    write_lines(path, there, Response)
+    return Merged(len(there), sum(sizes[0] for _, sizes in there), sum(sizes[1] for _, sizes in there), unfinished)
+
+
+class AnswerLog:
+    """Responses appended as they come. What a kill has torn is forgotten, and asked for again."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.ids: set[str] = set()
+        with open(path, "a+b") as file:
+            file.seek(0)
+            whole = 0
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                self.ids.add(parse(line, Response, f"{path}:{number}")["id"])
+                whole += len(line)
+            file.truncate(whole)
+
+    def append(self, response: Response) -> None:
+        assert response.id not in self.ids
+        with open(self.path, "ab") as file:
+            file.write(as_line(response))
+        self.ids.add(response.id)

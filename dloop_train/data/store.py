@@ -1,28 +1,46 @@
-"""Feature store: samples on disk as safetensors shards of concatenated rows, and a manifest that says where each sample lies."""
+"""Feature store: samples on disk as safetensors shards of concatenated rows with checksums, and an index that says where each sample lies."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from zlib import crc32
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dloop_train.data.batches import TextBatch, collate
 from dloop_train.types import Reads, Sample
 
 ROWS = ("tokens", "loss_mask", "features", "last_hidden")
+INDEX = "index.npz"
+OPEN_SHARDS = 64
+"""Shards that stay mapped; a large store has more of them than a process may map files."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a sample lies."""
+class Index:
+    """Where every sample lies. Arrays, since a million samples as objects would cost a gigabyte on each rank."""
 
-    id: str
-    shard: int
-    start: int
-    length: int
+    shard: np.ndarray  # [n]
+    start: np.ndarray  # [n] its first row in the shard
+    length: np.ndarray  # [n]
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @property
+    def num_shards(self) -> int:
+        return int(self.shard[-1]) + 1
+
+    def of_shard(self, number: int) -> range:
+        """The samples of a shard."""
+        return range(*np.searchsorted(self.shard, [number, number + 1]).tolist())
 
 
 def stored(reads: Reads) -> Reads:
@@ -30,17 +48,22 @@ def stored(reads: Reads) -> Reads:
     return replace(reads, last_hidden=False)
 
 
-def plan_shards(lengths: Sequence[tuple[str, int]], row_bytes: int, shard_bytes: int) -> list[list[Place]]:
+def drafters_row(sample: Sample, reads: Reads) -> Tensor:
+    """The feature rows that a drafter reads, from a sample as the store keeps it. [T, F]"""
+    return torch.cat([sample.features, sample.last_hidden], dim=-1) if reads.last_hidden else sample.features
+
+
+def plan_shards(lengths: Sequence[int], row_bytes: int, shard_bytes: int) -> Index:
     """Samples in order, cut into shards of about `shard_bytes`. Depends on the lengths alone, so a resumed phase plans the same."""
-    shards: list[list[Place]] = [[]]
-    start = 0
-    for identity, length in lengths:
+    shards, starts = [], []
+    shard, start = 0, 0
+    for length in lengths:
         if start and (start + length) * row_bytes > shard_bytes:
-            shards.append([])
-            start = 0
-        shards[-1].append(Place(identity, len(shards) - 1, start, length))
+            shard, start = shard + 1, 0
+        shards.append(shard)
+        starts.append(start)
         start += length
-    return shards
+    return Index(np.array(shards), np.array(starts), np.array(lengths))
 
 
 def shard_file(folder: Path, number: int) -> Path:
@@ -52,28 +75,46 @@ def write_shard(folder: Path, number: int, samples: Sequence[Sample]) -> None:
     for sample in samples:
         if not (sample.features.isfinite().all() and sample.last_hidden.isfinite().all()):
             raise ValueError(f"sample {sample.id}: the target's hidden states have NaN or infinite values; check the target's dtype and weights")
+    samples = [replace(sample, tokens=sample.tokens.to(torch.int32)) for sample in samples]
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]).contiguous() for name in ROWS}
-    tensors["tokens"] = tensors["tokens"].to(torch.int32)
     beside = folder / f".{shard_file(folder, number).name}.{os.getpid()}"
-    save_file(tensors, beside)
+    # One entry, since safetensors writes several in any order, and equal shards should be equal files.
+    save_file(tensors, beside, metadata={"samples": json.dumps([(sample.id, checksum(sample)) for sample in samples])})
     os.replace(beside, shard_file(folder, number))
 
 
-def index_of(folder: Path, shards: list[list[Place]]) -> dict:
-    """What the manifest keeps: places and the size of every shard."""
-    sizes = [shard_file(folder, number).stat().st_size for number in range(len(shards))]
-    return {"shard_sizes": sizes, "places": [[place.id, place.shard, place.start, place.length] for shard in shards for place in shard]}
+def checksum(sample: Sample) -> int:
+    """Of a sample's name and rows as they lie on disk: a shard of other samples does not pass for this one."""
+    found = crc32(sample.id.encode())
+    for name in ROWS:
+        found = crc32(getattr(sample, name).contiguous().view(torch.uint8).numpy(), found)
+    return found
+
+
+def write_index(folder: Path, index: Index) -> dict:
+    """Write the index; returns what the manifest keeps of it."""
+    beside = folder / f".{os.getpid()}.{INDEX}"
+    np.savez(beside, **vars(index))
+    os.replace(beside, folder / INDEX)
+    return {"shard_sizes": [shard_file(folder, number).stat().st_size for number in range(index.num_shards)], "samples": len(index)}
+
+
+def read_index(folder: Path) -> Index:
+    path = folder / INDEX
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the store was made by an older version, or is damaged; delete {folder} and rerun phases=[cache]")
+    with np.load(path) as arrays:
+        return Index(**arrays)
 
 
 class FeatureStore:
-    """Reads samples of a complete store, each tensor as one memory-mapped slice."""
+    """Reads samples of a complete store, each tensor as one memory-mapped slice, whose checksum is looked at when it is first read."""
 
-    def __init__(self, folder: Path, facts: dict, *, max_length: int, with_last_hidden: bool = False):
-        self.folder = folder
-        self.with_last_hidden = with_last_hidden
-        self.places = [Place(*place) for place in facts["places"]]
-        self.max_length = max_length
-        self._files: dict[int, object] = {}
+    def __init__(self, folder: Path, facts: dict, *, max_length: int, reads: Reads = Reads()):  # noqa: B008 a frozen value
+        self.folder, self.max_length, self.reads = folder, max_length, reads
+        self.index = read_index(folder)
+        self.checked = np.zeros(len(self.index), dtype=bool)
+        self.open = lru_cache(OPEN_SHARDS)(self.open)
         for number, size in enumerate(facts["shard_sizes"]):
             path = shard_file(folder, number)
             found = path.stat().st_size if path.is_file() else None
@@ -82,7 +123,7 @@ class FeatureStore:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(min(place.length, self.max_length) for place in self.places)
+        return tuple(self.index.length.clip(max=self.max_length).tolist())
 
     def read(self, indices: Sequence[int]) -> TextBatch:
         return collate([self[index] for index in indices])
@@ -91,23 +132,28 @@ class FeatureStore:
         return batch.to(device, dtype)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.index)
 
     def __getitem__(self, index: int) -> Sample:
-        place = self.places[index]
-        if place.shard not in self._files:
-            self._files[place.shard] = self.open(place.shard)
-        rows = slice(place.start, place.start + min(place.length, self.max_length))
-        parts = {name: self._files[place.shard].get_slice(name)[rows] for name in ROWS}
-        if not (parts["features"].isfinite().all() and parts["last_hidden"].isfinite().all()):
-            raise ValueError(f"sample {place.id} in {shard_file(self.folder, place.shard)} has NaN or infinite features: the file is damaged; "
-                             f"delete {self.folder} and rerun phases=[cache]")
-        features = torch.cat([parts["features"], parts["last_hidden"]], dim=-1) if self.with_last_hidden else parts["features"]
-        return Sample(place.id, parts["tokens"].long(), parts["loss_mask"].bool(), features, parts["last_hidden"])
+        number = int(self.index.shard[index])
+        start, length = int(self.index.start[index]), int(self.index.length[index])
+        file, samples = self.open(number)
+        identity, expected = samples[index - self.index.of_shard(number)[0]]
+        lying = Sample(identity, **{name: file.get_slice(name)[start:start + length] for name in ROWS})
+        if not self.checked[index]:
+            if checksum(lying) != expected:
+                raise ValueError(f"sample {lying.id} in {shard_file(self.folder, number)} is not what was written: the file is damaged; "
+                                 f"delete {self.folder} and rerun phases=[cache]")
+            self.checked[index] = True
+        cut = {name: getattr(lying, name)[:self.max_length] for name in ROWS}
+        sample = replace(lying, **cut | {"tokens": cut["tokens"].long()})
+        return replace(sample, features=drafters_row(sample, self.reads))
 
     def open(self, number: int):
+        """A shard, its samples' ids and their checksums."""
         path = shard_file(self.folder, number)
         try:
-            return safe_open(path, "pt")
+            file = safe_open(path, "pt")
+            return file, json.loads(file.metadata()["samples"])
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read ({error}): the file is damaged; delete {self.folder} and rerun phases=[cache]") from error

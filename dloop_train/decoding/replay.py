@@ -42,7 +42,7 @@ def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Se
     tokens, scores = [], []
     for start in range(0, len(response), branches):
         origins = torch.arange(len(prompt) + start, len(prompt) + min(start + branches, len(response)), device=device)[None]
-        drafted, scored = draft_all(drafter, drafter.open(kv, projected, 0, origins), text.gather(1, origins), max_stages, temperature)
+        drafted, scored = draft_all(drafter, drafter.open(kv, projected, context, origins), text.gather(1, origins), max_stages, temperature)
         tokens.append(drafted)
         scores.append(scored)
     return judge(torch.cat(tokens).cpu(), torch.cat(scores).cpu(), list(response), k=drafter.k, max_new_tokens=max_new_tokens, stops=target.spec.stop_ids)

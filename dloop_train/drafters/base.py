@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.layers import norm_of
+from dloop_train.drafters.attention import Sight
+from dloop_train.drafters.layers import Places, norm_of
 from dloop_train.drafters.sizes import LayerSizes
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
@@ -137,6 +138,8 @@ class Drafter(nn.Module):
 
     k: int
     """Tokens per stage."""
+    lag: ClassVar[int] = 0
+    """Rows before the origin that belong to the branch and not to its context."""
 
     def __init__(self, shape: DrafterShape, head: TargetHead | None):
         super().__init__()
@@ -172,7 +175,7 @@ class Drafter(nn.Module):
     def begin(self, context: Context, origins: Tensor) -> DraftState:
         """Start a round: `origins` [B, N] are positions of the anchors, at least 1."""
         kv, projected = self.context_kv(context)
-        return self.open(kv, projected, context.start, origins)
+        return self.open(kv, projected, context, origins)
 
     def commit(self, state: DraftState, context: Context) -> DraftState:
         """After a verification: drop own states, append what the target now knows; the next origin follows its last row."""
@@ -180,10 +183,17 @@ class Drafter(nn.Module):
         both = tuple(KV(torch.cat([old.keys, new.keys], dim=1), torch.cat([old.values, new.values], dim=1))
                      for old, new in zip(state.context, kv, strict=True))
         origins = torch.full_like(state.origin, context.start + context.features.shape[1])
-        return self.open(both, projected, context.start, origins)
+        return self.open(both, projected, context, origins)
 
-    def open(self, kv: tuple[KV, ...], projected: Tensor, start: int, origins: Tensor) -> DraftState:
-        return DraftState(context=kv, own=None, origin=origins, position=origins, hidden=None)
+    def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
+        """A state before its first stage; `projected` are the context's last rows."""
+        first = torch.zeros_like(origins) if context.first is None else context.first.gather(1, origins)
+        return DraftState(context=kv, own=None, sight=Sight(origins - self.lag, first), origin=origins, first=first, position=origins - first, hidden=None)
+
+    def places_of(self, context: Context) -> Places:
+        """Where context rows stand in their documents. [B or 1, T]"""
+        rows = torch.arange(context.start, context.start + context.features.shape[1], device=context.features.device)[None]
+        return Places(rows if context.first is None else rows - context.first)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of a stage to logits over the draft vocabulary. [..., D] -> [..., V]"""
@@ -228,7 +238,7 @@ def take(state: DraftState, branches: int) -> DraftState:
     if branches == state.origin.shape[1]:
         return state
     own = None if state.own is None else tuple(KV(kv.keys[:, :branches], kv.values[:, :branches]) for kv in state.own)
-    return replace(state, own=own, origin=state.origin[:, :branches], position=state.position[:, :branches],
+    return replace(state, own=own, sight=state.sight.take(branches), origin=state.origin[:, :branches], first=state.first[:, :branches], position=state.position[:, :branches],
                    hidden=None if state.hidden is None else state.hidden[:, :branches])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
 from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, linear_flops
-from dloop_train.drafters.layers import DecoderLayer, norm_of
+from dloop_train.drafters.layers import DecoderLayer, Places, norm_of
 from dloop_train.drafters.sizes import architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
@@ -118,8 +118,8 @@ class BlockDrafter(Drafter):
 
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
         rows = self.hidden_norm(self.fc(context.features))  # once, the same for every layer
-        positions = torch.arange(context.start, context.start + rows.shape[1], device=rows.device).expand(rows.shape[:2])
-        return tuple(layer.self_attn.project(rows, positions) for layer in self.layers), rows
+        places = self.places_of(context)
+        return tuple(layer.self_attn.project(rows, places) for layer in self.layers), rows
 
     def absorb(self, state: DraftState) -> DraftState:
         """Own states of the last stage become k context entries at its positions, projected by every layer (the paper's Eq. 3)."""
@@ -130,8 +130,8 @@ class BlockDrafter(Drafter):
             rows = self.hidden_norm(rows)
         elif self.shape.state == "post_norm":
             rows = self.norm(rows)
-        positions = state.position[..., None] - self.k + torch.arange(self.k, device=rows.device)  # [B, N, k]
-        entries = tuple(layer.self_attn.project(rows, positions) for layer in self.layers)
+        places = Places(state.position[..., None] - self.k + torch.arange(self.k, device=rows.device))  # [B, N, k]
+        entries = tuple(layer.self_attn.project(rows, places) for layer in self.layers)
         return replace(state, own=append(state.own, entries, dim=2), hidden=None)
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
@@ -139,13 +139,13 @@ class BlockDrafter(Drafter):
         width = self.shape.width
         slots = torch.full((*anchors.shape, width), self.shape.mask_token_id, device=anchors.device)
         slots[..., 0] = anchors
-        positions = state.position[..., None] + torch.arange(width, device=anchors.device)  # [B, N, W]
+        places = Places(state.position[..., None] + torch.arange(width, device=anchors.device))  # [B, N, W]
         rows = self.embed(slots)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(rows)
-            block = layer.self_attn.project(normed, positions)
+            block = layer.self_attn.project(normed, places)
             own = block if state.own is None else append((state.own[index],), (block,), dim=2)[0]
-            rows = layer.finish(rows, layer.self_attn(normed, positions, state.context[index], own, state.origin))
+            rows = layer.finish(rows, layer.self_attn(normed, places, state.context[index], own, state.sight))
         return DraftStage(rows, self.predicts, replace(state, position=state.position + self.k, hidden=rows))
 
     def start_head(self) -> None:

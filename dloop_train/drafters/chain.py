@@ -8,7 +8,8 @@ from torch import Tensor
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
 from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, linear_flops
-from dloop_train.drafters.losses import by_slot, soft_cross_entropy, stage_loss
+from dloop_train.drafters.layers import Places
+from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
 
@@ -51,8 +52,6 @@ class ChainDrafter(Drafter):
     """
 
     shape: ChainShape
-    frozen_head = True
-    """Whether the rows of the lm_head are never trained."""
 
     def __init__(self, shape: ChainShape, head, *, k: int, decay: float):
         super().__init__(shape, head)
@@ -76,19 +75,30 @@ class ChainDrafter(Drafter):
         """Normed hidden states to logits over the draft vocabulary."""
         return self.head.logits(normed)
 
+    def head_weights(self) -> tuple[Tensor, ...]:
+        """Parameters of the drafter's own lm_head; none where it reads the target's."""
+        return ()
+
     def kept_ids(self) -> Tensor | None:
         """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
         return None
 
     # What all share
 
+    def drafted_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Target ids as ids of the draft vocabulary, and which of them are in it (None: all)."""
+        kept = self.kept_ids()
+        if kept is None:
+            return tokens, None
+        places = torch.searchsorted(kept, tokens).clamp(max=len(kept) - 1)
+        return places, kept[places] == tokens
+
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
 
-    def open(self, kv: tuple[KV, ...], projected: Tensor, start: int, origins: Tensor) -> DraftState:
-        rows = (origins - 1 - start)[..., None].expand(-1, -1, projected.shape[-1])
-        hidden = projected.gather(1, rows)[:, :, None]  # [B, N, 1, D]
-        return DraftState(context=kv, own=None, origin=origins, position=origins, hidden=hidden)
+    def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
+        rows = (origins - 1 - context.start)[..., None].expand(-1, -1, projected.shape[-1])
+        return replace(super().open(kv, projected, context, origins), hidden=projected.gather(1, rows)[:, :, None])  # [B, N, 1, D]
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
         own, fed = state.own, state.hidden[:, :, -1]
@@ -107,15 +117,14 @@ class ChainDrafter(Drafter):
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
         # The norm stays outside: it is trained, also where the head below it is frozen.
-        return stage_loss(self.row_loss, self.norm(stage.hidden), labels, self.slot_weights(), max_rows=max_rows, frozen=self.frozen_head)
+        return stage_loss(self.row_loss, self.norm(stage.hidden), labels, self.slot_weights(), max_rows=max_rows, head_weights=self.head_weights())
 
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head_logits(normed)
         with torch.no_grad():
             target = self.head.logits(teacher.to(normed.dtype), self.kept_ids())
-            correct = self.token_ids(logits.argmax(-1)) == tokens
-        losses = soft_cross_entropy(logits, target)
-        return (weights * losses).sum(), by_slot(correct, slots, self.k, losses)
+        losses, _ = row_losses(logits, tokens, target, soft=1.0)
+        return (weights * losses).sum(), by_slot(hits(logits, *self.drafted_ids(tokens)), slots, self.k, losses)
 
 
 class OwnKeysChain(ChainDrafter):
@@ -126,22 +135,23 @@ class OwnKeysChain(ChainDrafter):
     strictly before that row.
     """
 
+    lag = 1
+
     def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [..., D] and what enters the attention's projections, of (token, hidden state) pairs."""
         raise NotImplementedError
 
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
         projected = self.project_features(context.features)
-        positions = torch.arange(context.start, context.start + projected.shape[1], device=projected.device).expand(projected.shape[:2])
         # One layer: the keys of a row need its inputs alone, no attention.
-        return (self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], positions),), projected
+        return (self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], self.places_of(context)),), projected
 
     def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, tuple[KV, ...] | None]:
         layer = self.layers[0]
-        positions = (state.position - 1 + step)[..., None]  # [B, N, 1]
+        places = Places((state.position - 1 + step)[..., None])  # [B, N, 1]
         residual, row = (part[:, :, None] for part in self.inputs(tokens, fed))
-        own = append(own, (layer.self_attn.project(row, positions),), dim=2)
-        return layer.finish(residual, layer.self_attn(row, positions, state.context[0], own[0], state.origin - 1))[:, :, 0], own
+        own = append(own, (layer.self_attn.project(row, places),), dim=2)
+        return layer.finish(residual, layer.self_attn(row, places, state.context[0], own[0], state.sight))[:, :, 0], own
 
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn

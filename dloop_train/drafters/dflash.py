@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.block import BlockConfig, BlockDrafter, BlockShape
-from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
+from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss
 
@@ -38,10 +38,9 @@ class DFlash(BlockDrafter):
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
         # The norm stays outside: it is trained, while the head below it is frozen.
-        return stage_loss(self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(),
-                          max_rows=max_rows, frozen=True)
+        return stage_loss(self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(), max_rows=max_rows)
 
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(normed)
-        losses = cross_entropy(logits, tokens)
+        losses, _ = row_losses(logits, tokens, hard=1.0)
         return (weights * losses).sum(), by_slot(hits(logits, tokens), slots, self.k, losses)

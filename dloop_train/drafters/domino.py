@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.base import Flops, linear_flops
 from dloop_train.drafters.block import BlockConfig, BlockShape
-from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss
+from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.drafters.token_head import TokenHeadDrafter, before
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
@@ -118,12 +118,13 @@ class Domino(TokenHeadDrafter):
         def row_loss(normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
             base = self.head.logits(normed)
             final = base + self.expand(codes)
-            losses = cross_entropy(final, tokens)
+            losses, _ = row_losses(final, tokens, hard=1 - share)
             if share:
-                losses = (1 - share) * losses + share * cross_entropy(base, tokens)
+                losses = losses + row_losses(base, tokens, hard=share)[0]
             return (weights * losses).sum(), by_slot(hits(final, tokens), slots, self.k, losses)
 
-        return stage_loss(row_loss, normed, labels, self.slot_weights(), max_rows=max_rows, frozen=False, extra=(self.codes(normed, anchors, labels.tokens),))
+        return stage_loss(row_loss, normed, labels, self.slot_weights(), max_rows=max_rows,
+                          head_weights=(self.embed_proj[2].weight,), extra=(self.codes(normed, anchors, labels.tokens),))
 
     def flops(self) -> Flops:
         plain = super().flops()

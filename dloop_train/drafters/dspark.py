@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.base import Flops, linear_flops
 from dloop_train.drafters.block import BlockConfig, BlockShape
-from dloop_train.drafters.losses import by_slot, cross_entropy, hits, stage_loss, total_variation
+from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.drafters.token_head import TokenHeadDrafter, before
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
@@ -159,17 +159,18 @@ class DSpark(TokenHeadDrafter):
         extra = (self.codes(normed, anchors, labels.tokens),)
         if self.confidence_head is not None:
             extra += (self.confidence_logits(normed, anchors, labels.tokens),)
-        return stage_loss(self.row_loss, normed, labels, self.slot_weights(), max_rows=max_rows, frozen=False, extra=extra)
+        return stage_loss(self.row_loss, normed, labels, self.slot_weights(), max_rows=max_rows,
+                          head_weights=(self.markov_head.markov_w2.weight,), extra=extra)
 
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor,
                  confidence: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(normed) + self.expand(codes)
         with torch.no_grad():
             target = self.head.logits(teacher.to(normed.dtype))
-        apart = total_variation(logits, target)  # half of the L1 distance
-        losses = self.settings.ce_weight * cross_entropy(logits, tokens) + self.settings.l1_weight * 2 * apart
+        # the L1 distance is twice the total variation
+        losses, apart = row_losses(logits, tokens, target, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight)
         if confidence is not None:
-            accepted = (1 - apart.detach()).clamp(0, 1)
+            accepted = (1 - apart).clamp(0, 1)
             losses = losses + self.settings.confidence_weight * F.binary_cross_entropy_with_logits(confidence.to(accepted.dtype), accepted, reduction="none")
         return (weights * losses).sum(), by_slot(hits(logits, tokens), slots, self.k, losses)
 

@@ -84,7 +84,6 @@ class Eagle3(OwnKeysChain):
         layer.hidden_norm = norm_of(sizes, shape.hidden_size)
         self.layers.append(layer)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False) if shape.own_lm_head else None
-        self.frozen_head = self.lm_head is None
         reduced = shape.draft_vocab_size < shape.vocab_size
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None)
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None)
@@ -128,6 +127,9 @@ class Eagle3(OwnKeysChain):
         """The raw hidden state, and the pair [embedding, hidden state], each behind its own norm."""
         layer = self.layers[0]
         return hidden, torch.cat([layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(hidden)], dim=-1)
+
+    def head_weights(self) -> tuple[Tensor, ...]:
+        return () if self.lm_head is None else (self.lm_head.weight,)
 
     def head_logits(self, normed: Tensor) -> Tensor:
         return self.head.logits(normed) if self.lm_head is None else self.lm_head(normed)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dloop_train.drafters.attention import loop_attention
+from dloop_train.drafters.attention import Sight, loop_attention
 from dloop_train.drafters.sizes import LayerSizes, Rope
 from dloop_train.types import KV
 
@@ -56,22 +56,35 @@ class Rotary(nn.Module):
         if rope.kind == "proportional":
             frequencies[int(rope.part * size // 2):] = 0
         # kept in float64 and outside the state dict: bf16 frequencies would move far positions
-        self.frequencies, self.turned = frequencies, turned
+        self.frequencies, self.turned, self.rope, self.size = frequencies, turned, rope, size
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [...] -> [..., E]"""
+        """cos and sin of positions [...] -> [..., 1, half of what turns]"""
         self.frequencies = self.frequencies.to(positions.device)  # moves once
-        angles = positions[..., None].double() * self.frequencies
-        angles = torch.cat([angles, angles], dim=-1)
+        angles = positions[..., None, None].double() * self.frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """[..., H, E] at positions [...]"""
-        cos, sin = (table[..., None, :] for table in self.tables(positions, heads.dtype))
+    def rotate(self, heads: Tensor, places: "Places") -> Tensor:
+        """[..., H, E] at places [...]"""
+        cos, sin = places.tables(self, heads.dtype)
         turned, still = heads[..., :self.turned], heads[..., self.turned:]
         first, second = turned.chunk(2, dim=-1)
-        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-        return turned if still.shape[-1] == 0 else torch.cat([turned, still], dim=-1)
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        return torch.cat(parts if still.shape[-1] == 0 else [*parts, still], dim=-1)
+
+
+class Places:
+    """Positions [...] of rows, with the rotary tables that layers of one kind share."""
+
+    def __init__(self, positions: Tensor):
+        self.positions = positions
+        self.made: dict[tuple[Rope, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def tables(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        key = (rotary.rope, rotary.size, dtype)
+        if key not in self.made:
+            self.made[key] = rotary.tables(self.positions, dtype)
+        return self.made[key]
 
 
 def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
@@ -100,20 +113,20 @@ class Attention(nn.Module):
             self.v_proj = None if sizes.keys_are_values else nn.Linear(width, self.groups * self.size, bias=bias)
             self.k_norm = norm_of(sizes, self.size) if parts.head_norms else nn.Identity()
 
-    def project(self, rows: Tensor, positions: Tensor) -> KV:
-        """Keys and values of rows [..., width] at positions [...]"""
+    def project(self, rows: Tensor, places: Places) -> KV:
+        """Keys and values of rows [..., width] at places [...]"""
         plain = self.k_proj(rows).unflatten(-1, (self.groups, self.size))
         values = plain if self.v_proj is None else self.v_proj(rows).unflatten(-1, (self.groups, self.size))
         if self.value_norm:
             values = unit_rms(values, self.eps).to(values.dtype)
-        return KV(self.rotary.rotate(self.k_norm(plain), positions), values)
+        return KV(self.rotary.rotate(self.k_norm(plain), places), values)
 
-    def forward(self, rows: Tensor, positions: Tensor, context: KV, own: KV | None, origin: Tensor) -> Tensor:
-        """Rows [B, N, Q, width] attend to the context before the origin and to `own` (which holds these rows too)."""
+    def forward(self, rows: Tensor, places: Places, context: KV, own: KV | None, sight: Sight) -> Tensor:
+        """Rows [B, N, Q, width] attend to what they see of the context and to `own` (which holds these rows too)."""
         projected = self.q_proj(rows).unflatten(-1, (self.heads, -1))
         queries, gate = projected.chunk(2, dim=-1) if self.gated else (projected, None)
-        queries = self.rotary.rotate(self.q_norm(queries), positions)
-        mixed = loop_attention(queries, context, own, origin, self.scale, window=self.window, causal=self.causal)
+        queries = self.rotary.rotate(self.q_norm(queries), places)
+        mixed = loop_attention(queries, context, own, sight, self.scale, window=self.window, causal=self.causal)
         return self.o_proj((mixed if gate is None else mixed * torch.sigmoid(gate)).flatten(-2))
 
 

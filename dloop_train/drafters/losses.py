@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -12,46 +11,60 @@ from dloop_train.types import Labels, StageLoss
 
 
 class _GradientInForward(torch.autograd.Function):
-    """Sum of a row loss whose only differentiable input is `hidden`: each chunk's gradient is taken while its logits exist."""
+    """Sums of a row loss over chunks, whose gradients are taken while the logits of a chunk exist: nothing of V columns survives, nothing is recomputed.
+
+    Differentiable are the rows and the trained weights of the head; the latter's gradient is added up in at least fp32.
+    """
 
     @staticmethod
-    def forward(ctx, function, hidden, chunk, chunks, *others):
-        total, metrics, gradients = None, None, []
+    def forward(ctx, function, chunk, chunks, num_rows, *tensors):
+        rows, weights = tensors[:num_rows], tensors[num_rows:]
+        wanted = ctx.needs_input_grad[4:4 + num_rows]
+        learned = [weight for weight, needed in zip(weights, ctx.needs_input_grad[4 + num_rows:], strict=True) if needed]
+        sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in learned]
+        total, metrics, pieces = None, None, []
         for start in range(0, chunks * chunk, chunk):
-            part = hidden[start:start + chunk].detach().requires_grad_()
+            part = [row[start:start + chunk].detach().requires_grad_(needed) for row, needed in zip(rows, wanted, strict=True)]
             with torch.enable_grad():
-                loss, measured = function(part, *(other[start:start + chunk] for other in others))
-                gradients.append(torch.autograd.grad(loss, part)[0])
+                # as views: hooks on modules, such as a FLOP counter's, cannot take leaves here
+                loss, measured = function(*(row.view_as(row) for row in part))
+            asked = [row for row, needed in zip(part, wanted, strict=True) if needed]
+            gradients = torch.autograd.grad(loss, [*asked, *learned], allow_unused=True, materialize_grads=True)
+            pieces.append(gradients[:len(asked)])
+            for added, gradient in zip(sums, gradients[len(asked):], strict=True):
+                added += gradient
             total = loss.detach() if total is None else total + loss.detach()
             metrics = measured if metrics is None else metrics + measured
-        ctx.save_for_backward(torch.cat(gradients))
+        ctx.save_for_backward(*(torch.cat(parts) for parts in zip(*pieces, strict=True)), *(added.to(weight.dtype) for added, weight in zip(sums, learned, strict=True)))
         ctx.mark_non_differentiable(metrics)
         return total, metrics
 
     @staticmethod
     def backward(ctx, upstream, _):
-        return None, (ctx.saved_tensors[0].to(upstream.dtype) * upstream).to(ctx.saved_tensors[0].dtype), *[None] * (len(ctx.needs_input_grad) - 2)
+        scaled = iter([(gradient * upstream).to(gradient.dtype) for gradient in ctx.saved_tensors])
+        return None, None, None, None, *(next(scaled) if needed else None for needed in ctx.needs_input_grad[4:])
 
 
-def over_rows(function: Callable, hidden: Tensor, others: tuple[Tensor, ...], chunk: int, *, frozen: bool) -> tuple[Tensor, Tensor]:
-    """(sum of losses, sum of metrics) of function(hidden rows, *other rows) in chunks of rows.
+def over_rows(function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_weights: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+    """(sum of losses, sum of metrics) of function(*rows) in chunks of rows; `head_weights` are the parameters that the function reads, trained or not.
 
-    `frozen` says that the function has no trainable parameter of its own: then nothing is recomputed in the backward pass.
-    Otherwise each chunk is checkpointed. All ranks run as many chunks, empty ones at the end: under ZeRO-3 each of them may gather weights.
+    All ranks run as many chunks, empty ones at the end: under ZeRO-3 each of them may gather weights. There the weights are
+    whole inside the function alone, so that trained ones are recomputed chunk by chunk in the backward pass.
     """
-    chunks = most_over_ranks(max(-(-len(hidden) // chunk), 1))
-    if frozen and torch.is_grad_enabled() and hidden.requires_grad:
-        return _GradientInForward.apply(function, hidden, chunk, chunks, *others)
+    chunks = most_over_ranks(max(-(-len(rows[0]) // chunk), 1))
+    trained = [tensor for tensor in (*rows, *head_weights) if tensor.requires_grad]
+    if torch.is_grad_enabled() and trained and not any(hasattr(tensor, "ds_id") for tensor in trained):
+        return _GradientInForward.apply(function, chunk, chunks, len(rows), *rows, *head_weights)
     total, metrics = None, None
     for start in range(0, chunks * chunk, chunk):
-        rows = [tensor[start:start + chunk] for tensor in (hidden, *others)]
-        loss, measured = checkpoint(function, *rows, use_reentrant=False) if torch.is_grad_enabled() else function(*rows)
+        part = [tensor[start:start + chunk] for tensor in rows]
+        loss, measured = checkpoint(function, *part, use_reentrant=False) if torch.is_grad_enabled() else function(*part)
         total = loss if total is None else total + loss
         metrics = measured if metrics is None else metrics + measured
     return total, metrics
 
 
-def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights: Tensor, *, max_rows: int, frozen: bool,
+def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights: Tensor, *, max_rows: int, head_weights: tuple[Tensor, ...] = (),
                extra: tuple[Tensor, ...] = ()) -> StageLoss:
     """A weighted sum over the supervised slots alone; `hidden` is [B, N, k, D].
 
@@ -63,8 +76,8 @@ def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights:
     picked = labels.mask > 0
     if not picked.any():  # one row of weight zero: every rank runs every parameter and reports every metric
         picked[0, 0, 0] = True
-    rows = (labels.tokens[picked], labels.teacher[picked], weights[picked], slots[picked], *(more[picked] for more in extra))
-    total, metrics = over_rows(function, hidden[picked], rows, max_rows, frozen=frozen)
+    rows = (hidden, labels.tokens, labels.teacher, weights, slots, *extra)
+    total, metrics = over_rows(function, tuple(each[picked] for each in rows), max_rows, head_weights=head_weights)
     k = hidden.shape[2]
     if not (labels.mask > 0).any():
         metrics = metrics * 0
@@ -77,30 +90,73 @@ def by_slot(correct: Tensor, slots: Tensor, k: int, losses: Tensor) -> Tensor:
     return torch.cat([torch.bincount(slots, weights=correct.float(), minlength=k).float(), counts, losses.detach().float().sum()[None]])
 
 
-def hits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Whether each token is the one that argmax picks. [R, V] and [R] -> [R] bool
+def hits(logits: Tensor, tokens: Tensor, known: Tensor | None = None) -> Tensor:
+    """Whether each token is the one that argmax picks; `known` says which tokens have a column. [R, V] and [R] -> [R] bool
 
     A CPU takes several times longer for argmax than for the maximum, so that only rows that may be hits pay for it.
     """
     rows = logits.detach()
     largest = rows.gather(1, tokens[:, None])[:, 0] == rows.amax(-1)
+    largest = largest if known is None else largest & known
     hit = largest.clone()
     hit[largest] = rows[largest].argmax(-1) == tokens[largest]  # of equal logits only one is picked
     return hit
 
 
-def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Hard-label cross-entropy in at least fp32. [R, V] and [R] -> [R]"""
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")
+class _RowLosses(torch.autograd.Function):
+    """hard x cross-entropy + soft x cross-entropy against the teacher + apart x total variation, in one pass over the rows.
+
+    The gradient is made in the forward, in place of the probabilities: with the logits and the teacher's, at most WIDE
+    tensors of [R, V] are alive.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens, teacher, hard, soft, apart):
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        said = torch.log_softmax(logits, dim=-1, dtype=precise)
+        meant = None if teacher is None else torch.softmax(teacher, dim=-1, dtype=precise)
+        losses, distance = said.new_zeros(len(said)), said.new_zeros(len(said))
+        if hard:
+            losses -= hard * said.gather(1, tokens[:, None])[:, 0]
+        if soft:
+            losses -= soft * dot(said, meant)
+        said.exp_()
+        if apart:
+            sign = (said - meant).sign_()
+            ours = dot(sign, said)
+            distance = (ours - dot(sign, meant)) / 2
+            losses += apart * distance
+            gradient = sign.sub_(ours[:, None]).mul_(apart / 2).add_(hard + soft).mul_(said)
+        else:
+            gradient = said.mul_(hard + soft)
+        if soft:
+            gradient.sub_(meant, alpha=soft)
+        if hard:
+            gradient.scatter_add_(1, tokens[:, None], gradient.new_full((len(gradient), 1), -hard))
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(distance)
+        return losses, distance
+
+    @staticmethod
+    def backward(ctx, upstream, _):
+        # in place: it is asked for once
+        return ctx.saved_tensors[0].mul_(upstream[:, None]).to(ctx.dtype), None, None, None, None, None
 
 
-def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Cross-entropy against the teacher's distribution (EAGLE-3's loss). Two [R, V] logits -> [R]"""
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    return -(torch.softmax(teacher.to(precise), dim=-1) * F.log_softmax(logits.to(precise), dim=-1)).sum(-1)
+WIDE = 6
+"""Tensors of [rows, V] in at least fp32 that a row loss holds at once, forward or backward: at most."""
 
 
-def total_variation(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Half the L1 distance of the two distributions: how often rejection sampling would refuse. Two [R, V] logits -> [R]"""
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    return 0.5 * (torch.softmax(logits.to(precise), dim=-1) - torch.softmax(teacher.to(precise), dim=-1)).abs().sum(-1)
+def row_losses(logits: Tensor, tokens: Tensor, teacher: Tensor | None = None, *, hard: float = 0.0, soft: float = 0.0, apart: float = 0.0) -> tuple[Tensor, Tensor]:
+    """A mixture of hard cross-entropy, soft cross-entropy against the teacher's distribution and total variation; and the latter by itself.
+
+    Total variation is half the L1 distance of the two distributions: how often rejection sampling would refuse. [R, V], [R],
+    [R, V] -> [R] twice, in at least fp32; to be differentiated once.
+    """
+    return _RowLosses.apply(logits, tokens, teacher, hard, soft, apart)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row by row, without a product of their size. [R, V] twice -> [R]"""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]

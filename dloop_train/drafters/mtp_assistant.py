@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.base import Flops, linear_flops
 from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
-from dloop_train.drafters.layers import DecoderLayer
+from dloop_train.drafters.layers import DecoderLayer, Places
 from dloop_train.drafters.sizes import FULL, SLIDING, LayerSizes, Rope, read_rope
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
@@ -110,7 +110,7 @@ class Assistant(ChainDrafter):
 
     def __init__(self, shape: AssistantShape, head: TargetHead | None, *, k: int, decay: float, position: str, train_embedding: bool):
         super().__init__(shape, head, k=k, decay=decay)
-        self.position, self.frozen_head = position, not train_embedding
+        self.position = position
         self.pre_projection = nn.Linear(2 * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.post_projection = nn.Linear(shape.hidden_size, shape.target_hidden_size, bias=False)
         self.embed_tokens = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)  # an embedding's table, used as the lm_head alone
@@ -140,14 +140,18 @@ class Assistant(ChainDrafter):
 
     def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, None]:
         rows = self.pre_projection(torch.cat([self.embed(tokens), fed], dim=-1))[:, :, None]
-        positions = (state.origin - 1 if self.position == "last_kv" else state.origin)[..., None]  # [B, N, 1]
+        start = state.origin - state.first
+        places = Places((start - 1 if self.position == "last_kv" else start)[..., None])  # [B, N, 1]
         for layer, sizes in zip(self.layers, self.shape.layers, strict=True):
             lent = state.context[1 if sizes.window is None else 0]
-            rows = layer.finish(rows, layer.self_attn(layer.input_layernorm(rows), positions, lent, None, state.origin))
+            rows = layer.finish(rows, layer.self_attn(layer.input_layernorm(rows), places, lent, None, state.sight))
         return rows[:, :, 0], None
 
     def feedback(self, hidden: Tensor) -> Tensor:
         return self.post_projection(self.norm(hidden))
+
+    def head_weights(self) -> tuple[Tensor, ...]:
+        return (self.embed_tokens.weight,)
 
     def head_logits(self, normed: Tensor) -> Tensor:
         return self.embed_tokens(normed)

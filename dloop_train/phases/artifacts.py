@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dloop_train.config import Config
 from dloop_train.runs import Artifact
+from dloop_train.targets.responders import Remote
 from dloop_train.types import Reads
 
 
@@ -19,16 +20,19 @@ def target_settings(config: Config) -> dict:
 
 def responses(config: Config) -> Artifact:
     generate = asdict(config.generate)
-    batch = {key: generate.pop(key) for key in ("batch_size",)}  # bf16 sums depend on who stands in a batch
+    if isinstance(config.responder, Remote):
+        generate.pop("batch_size")  # here bf16 sums depend on who stands in a batch, there nobody knows
     if config.evaluate.dtype != config.target.dtype:
         generate["greedy_dtype"] = config.evaluate.dtype
     return Artifact(config.root / "responses", {"target": target_settings(config), "prompts": config.prompts.settings(),
-                                                "sampling": asdict(config.target.sampling), **generate, **batch})
+                                                "sampling": asdict(config.target.sampling), **generate, **config.responder.settings()})
 
 
 def features(config: Config) -> Artifact:
     wanted = reads(config)
     others = {name: True for name in ("shared_kv", "last_hidden") if getattr(wanted, name)}
+    if config.features.source == "online":
+        others["source"] = "online"  # never on disk: other sums in bf16 than a store's, so another training
     return Artifact(config.root / "features", {"responses": responses(config).key, "taps": list(wanted.taps), "dtype": config.cache.dtype,
                                                "max_length": config.train.max_length, **others})
 

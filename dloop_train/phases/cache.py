@@ -1,54 +1,79 @@
-"""cache: responses -> the target's hidden states, in safetensors shards."""
+"""cache: responses -> the target's hidden states, in safetensors shards. Or, with features=online, what gives them to a training without the disk."""
 
 import json
-
-import torch
-from tqdm import tqdm
+from dataclasses import replace
+from pathlib import Path
 
 from dloop_train.config import Config
-from dloop_train.data.responses import Response, read_responses
-from dloop_train.data.store import index_of, plan_shards, shard_file, stored, write_shard
+from dloop_train.data.batches import Source
+from dloop_train.data.online import OnlineSource, read_samples, text_of
+from dloop_train.data.responses import Response, Rows, read_responses
+from dloop_train.data.store import FeatureStore, Index, plan_shards, shard_file, stored, write_index, write_shard
+from dloop_train.launch import processes, start_ranks
 from dloop_train.phases import artifacts
-from dloop_train.ranks import say
+from dloop_train.phases.sharing import here, make_files, missing
+from dloop_train.ranks import initialise_distributed, say
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_spec, load_target
-from dloop_train.targets.target import Target, require_taps
-from dloop_train.types import Reads, Sample, TargetSpec
+from dloop_train.targets.target import require_taps
+from dloop_train.types import Reads, TargetSpec
 
 
 def run(config: Config) -> None:
+    if config.features.source == "online":
+        say("cache: features=online, so the target runs in the training step and nothing is stored")
+        return
     artifact = artifacts.features(config)
     if artifact.complete:
         say(f"cache: done before, {artifact.folder}")
         return
-    reads = artifacts.reads(config)
-    spec = load_spec(config.target)
-    require_taps(reads.taps, spec)
-    source = artifacts.responses(config)
-    source.facts()
-    responses = read_responses(source.folder, "train")
+    require_taps(artifacts.reads(config).taps, load_spec(config.target))
+    artifacts.responses(config).facts()
     folder = artifact.begin()
-    lengths = [(response.id, min(len(response.prompt_ids) + len(response.response_ids), config.train.max_length)) for response in responses]
-    shards = plan_shards(lengths, row_bytes(spec, reads, config.cache.dtype), config.cache.shard_bytes)
     plan, planned = folder / "plan.json", {"shard_bytes": config.cache.shard_bytes}
     if plan.is_file():  # shards of another plan would be taken for this one's
         require_same(json.loads(plan.read_text()), planned, plan)
     write_atomic(plan, json.dumps(planned))
-    by_id = {response.id: response for response in responses}
-    missing = [number for number in range(len(shards)) if not shard_file(folder, number).is_file()]
-    target = load_target(config.target) if missing else None
-    with tqdm(total=sum(length for _, length in lengths), unit="token", unit_scale=True, desc="cache") as bar:
-        for number, shard in enumerate(shards):
-            if number in missing:
-                read = {}
-                for batch in batches([by_id[place.id] for place in shard], config.cache.batch_tokens):
-                    read |= {sample.id: sample for sample in read_samples(target, batch, reads, config)}
-                    bar.update(sum(len(read[response.id].tokens) for response in batch))
-                write_shard(folder, number, [read[place.id] for place in shard])
-            else:
-                bar.update(sum(place.length for place in shard))
-    artifact.finish(tokens=sum(length for _, length in lengths), **index_of(folder, shards))
+    index = index_of(config, responses_of(config))
+    if processes(config) > 1 and missing(shard_files(folder, index)):
+        start_ranks(config, "cache")
+    make_shards(config, folder)
+    artifact.finish(tokens=int(index.length.sum()), **write_index(folder, index))
     say(f"cache: {artifact.folder}")
+
+
+def rank_main(config: Config) -> None:
+    """One rank of the phase."""
+    initialise_distributed(config.launch.threads)
+    make_shards(config, artifacts.features(config).partial)
+
+
+def make_shards(config: Config, folder: Path) -> None:
+    responses = responses_of(config)
+    index, reads, cache = index_of(config, responses), artifacts.reads(config), config.cache
+    files = shard_files(folder, index)
+    target = load_target(config.target) if here(missing(files)) else None
+
+    def make(number: int) -> int:
+        texts = [text_of(responses[place], config.train.max_length) for place in index.of_shard(number)]
+        read = {sample.id: replace(sample, features=sample.features.cpu(), last_hidden=sample.last_hidden.cpu())
+                for sample in read_samples(target, texts, reads, dtype=as_dtype(cache.dtype), batch_tokens=cache.batch_tokens)}
+        write_shard(folder, number, [read[text.id] for text in texts])
+        return sum(len(text.tokens) for text in texts)
+    make_files(files, [int(index.length[index.of_shard(number)].sum()) for number in range(len(files))], make, unit="token", desc="cache")
+
+
+def responses_of(config: Config) -> Rows[Response]:
+    return read_responses(artifacts.responses(config).folder, "train")
+
+
+def index_of(config: Config, responses: Rows[Response]) -> Index:
+    bytes_of_row = row_bytes(load_spec(config.target), artifacts.reads(config), config.cache.dtype)
+    return plan_shards(responses.lengths.clip(max=config.train.max_length).tolist(), bytes_of_row, config.cache.shard_bytes)
+
+
+def shard_files(folder: Path, index: Index) -> list[Path]:
+    return [shard_file(folder, number) for number in range(index.num_shards)]
 
 
 def row_bytes(spec: TargetSpec, reads: Reads, dtype: str) -> int:
@@ -56,33 +81,21 @@ def row_bytes(spec: TargetSpec, reads: Reads, dtype: str) -> int:
     return (stored(reads).width(spec) + spec.hidden_size) * as_dtype(dtype).itemsize + 5
 
 
-def batches(responses: list[Response], batch_tokens: int) -> list[list[Response]]:
-    """Batches of like length, padded size within `batch_tokens`."""
-    grouped: list[list[Response]] = [[]]
-    for response in sorted(responses, key=lambda r: (length_of(r), r.id)):
-        if grouped[-1] and length_of(response) * (len(grouped[-1]) + 1) > batch_tokens:
-            grouped.append([])
-        grouped[-1].append(response)
-    return [batch for batch in grouped if batch]
+# What a training reads
 
 
-def length_of(response: Response) -> int:
-    return len(response.prompt_ids) + len(response.response_ids)
+def require_source(config: Config) -> None:
+    """Stop where the phases before have not made what a training reads."""
+    artifact = artifacts.responses(config) if config.features.source == "online" else artifacts.features(config)
+    artifact.facts()
 
 
-def read_samples(target: Target, batch: list[Response], reads: Reads, config: Config) -> list[Sample]:
-    """One pass of the target over a batch padded on the right."""
-    dtype, limit = as_dtype(config.cache.dtype), config.train.max_length
-    ids = [(response.prompt_ids + response.response_ids)[:limit] for response in batch]
-    longest = max(map(len, ids))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=target.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=target.device)
-    output = target.read(tokens, mask=mask, reads=stored(reads))
-    samples = []
-    for number, (response, row) in enumerate(zip(batch, ids, strict=True)):
-        loss_mask = torch.arange(len(row)) >= len(response.prompt_ids)  # the answer and its end token
-        features = output.last_hidden.new_empty(len(row), 0) if output.features is None else output.features[number, :len(row)]
-        samples.append(Sample(response.id, torch.tensor(row), loss_mask, features.to(dtype).cpu(),
-                              output.last_hidden[number, :len(row)].to(dtype).cpu()))
-    return samples
-
+def training_source(config: Config) -> Source:
+    """The features of a training: from the store, or from a target of this rank's own."""
+    require_source(config)
+    reads = artifacts.reads(config)
+    if config.features.source == "online":
+        return OnlineSource(responses_of(config), load_target(config.target), reads, dtype=as_dtype(config.cache.dtype),
+                            max_length=config.train.max_length, batch_tokens=config.cache.batch_tokens)
+    artifact = artifacts.features(config)
+    return FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, reads=reads)

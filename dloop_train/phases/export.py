@@ -1,10 +1,11 @@
-"""export: last checkpoint -> a drafter folder in its family's public layout, re-read and checked."""
+"""export: best checkpoint -> a drafter folder in its family's public layout, re-read and checked."""
 
 import importlib.metadata
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from dloop_train import __version__
 from dloop_train.checkpoints.files import SECTION, check_export, layout_modules, read_config, save_drafter
@@ -16,13 +17,14 @@ from dloop_train.phases.train import bare_drafter
 from dloop_train.phases.validation import chosen_threshold
 from dloop_train.ranks import say
 from dloop_train.targets.sources import load_spec, locate
-from dloop_train.training.saves import trained_drafter
+from dloop_train.training.saves import weights_of
 
 
 def run(config: Config) -> None:
     folder = artifacts.run_folder(config)
     drafter = bare_drafter(config)
-    step = trained_drafter(folder / "checkpoints", drafter)
+    weights, step = weights_of(folder / "checkpoints", config.export.checkpoint)
+    drafter.load_state_dict(load_file(weights))
     section = dloop_section(config, drafter, step)
     out, beside = folder / "drafter", folder / "drafter.partial"
     if (out / "config.json").is_file() and read_config(out).get(SECTION) == section:

@@ -9,23 +9,24 @@ import torch
 
 from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter
 from dloop_train.config import Config
+from dloop_train.data.online import OnlineSource
 from dloop_train.data.responses import read_responses
-from dloop_train.data.store import FeatureStore
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts
+from dloop_train.phases.cache import require_source, training_source
 from dloop_train.phases.validation import Validator
-from dloop_train.ranks import STOPPED, OneCause, barrier, initialise_distributed, rank, say, world_size
+from dloop_train.ranks import STOPPED, barrier, initialise_distributed, rank, say, world_size
 from dloop_train.runs import require_same, write_atomic
+from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import load_head, load_spec
 from dloop_train.training.engine import Trainer
 from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
 from dloop_train.training.saves import last_of
 
-FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows")
+FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows", "pack", "recompute")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
-FAILURE = "failure.txt"
 
 
 def run(config: Config) -> None:
@@ -34,9 +35,11 @@ def run(config: Config) -> None:
     if finished(config):
         say(f"train: done before, {folder / 'checkpoints'}")
         return
-    artifacts.features(config).facts()
-    (folder / FAILURE).unlink(missing_ok=True)
+    require_source(config)
     start_ranks(config, "train")
+    if not finished(config):
+        say("train: stopped as asked; the same command goes on from the checkpoint")
+        sys.exit(STOPPED)
 
 
 def settings_of(config: Config) -> dict:
@@ -108,9 +111,7 @@ def initialise(drafter: Drafter, config: Config) -> None:
 
 def rank_main(config: Config) -> None:
     """One rank of the training."""
-    with OneCause(artifacts.run_folder(config) / FAILURE, "train"):
-        over = train(config)
-    if not over:
+    if not train(config):
         sys.exit(STOPPED)
 
 
@@ -118,16 +119,17 @@ def train(config: Config) -> bool:
     """Whether the training is over; False where it was asked to stop on the way."""
     initialise_distributed(config.launch.threads)
     folder = artifacts.run_folder(config)
-    artifact = artifacts.features(config)
-    store = FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, with_last_hidden=artifacts.reads(config).last_hidden)
+    source = training_source(config)
     drafter = make_drafter(config)
+    if isinstance(source, OnlineSource):
+        drafter.borrow(TargetHead.of(source.target))  # one copy of the two largest matrices
     checkpoints = folder / "checkpoints"
     last = last_of(checkpoints)
     log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0)
-    trainer = Trainer(drafter, store, config.train, config.deepspeed, checkpoints, log)
-    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(store)} samples, "
+    trainer = Trainer(drafter, source, config.train, config.deepspeed, checkpoints, log)
+    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
-    over = trainer.train(Validator(config))
+    over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
     if over and rank() == 0:
         write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
     log.close()

@@ -3,14 +3,17 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from dloop_train.config import Config, check
-from dloop_train.data.batches import TextBatch
+from dloop_train.data.batches import TextBatch, collate
+from dloop_train.data.online import read_batch, text_of
 from dloop_train.data.responses import Response, read_responses
+from dloop_train.data.store import drafters_row
 from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Gate
 from dloop_train.decoding.replay import Replay, walk_gate
@@ -19,7 +22,8 @@ from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
 from dloop_train.ranks import barrier, gather_over_ranks, rank, world_size
 from dloop_train.runs import read_jsonl, write_atomic
-from dloop_train.targets.sources import load_target
+from dloop_train.targets.sources import as_dtype, load_target
+from dloop_train.targets.target import Target
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.engine import Validation
 from dloop_train.training.metrics import add_sums, reduce_sums
@@ -36,14 +40,15 @@ BINS = 20
 class Validator:
     """Called by every rank with the same drafter; the responses are shared out, the result is the same everywhere."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, target: Target | None = None):
+        """`target` is one that this rank has loaded already; it serves if it computes as the drafter does."""
         self.config, self.folder = config, artifacts.run_folder(config)
         answered = read_responses(artifacts.responses(config).folder, "validation")[: config.train.validate_prompts]
         self.responses = [response for response in answered if len(response.response_ids) > 1]  # one token leaves nothing to draft
         check(not config.gate.by_replay or bool(self.responses), "gate.threshold=replay chooses on validation responses, and there are none: "
               f"set gate.threshold={getattr(config.gate, 'paper_threshold', 0):g}, or raise train.validate_prompts and generate.greedy_prompts")
         self.max_stages = max(config.train.depth_exposure + 1, 2)
-        self.target = None
+        self.target = target if target is not None and target.dtype == as_dtype(config.train.precision) else None
 
     def __call__(self, step: int, drafter: Drafter) -> Validation:
         if not self.responses:
@@ -97,10 +102,9 @@ class Validator:
 
     def text(self, response: Response) -> TextBatch:
         """A response with all that the drafter reads of the target, as one row."""
-        tokens = torch.tensor([response.prompt_ids + response.response_ids], device=self.target.device)
-        output = self.target.read(tokens, reads=artifacts.reads(self.config))
-        loss_mask = torch.arange(tokens.shape[1], device=tokens.device)[None] >= len(response.prompt_ids)
-        return TextBatch((response.id,), tokens, loss_mask, output.features, output.last_hidden)
+        reads = artifacts.reads(self.config)
+        (sample,) = read_batch(self.target, [text_of(response, self.config.train.max_length)], reads, self.target.dtype)
+        return collate([replace(sample, features=drafters_row(sample, reads))])
 
 
 def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int, stages: int) -> tuple[dict, float]:

@@ -1,20 +1,67 @@
-"""Responders: the target answers prompts, in batches with sampling, or one at a time greedily."""
+"""Responders: who answers the training prompts. Here the target itself, in batches with sampling, or one prompt at a time greedily."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dloop_train.config import SamplingConfig
+from dloop_train.config import GenerateConfig, SamplingConfig, TargetConfig
+from dloop_train.data.responses import Question, Response
 from dloop_train.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A prompt that a server would not answer."""
+
+    id: str
+    reason: str
+
+
+@dataclass(kw_only=True)
+class Responder:
+    """Who answers the training prompts."""
+
+    def settings(self) -> dict:
+        """What of it shapes the responses, for their key."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class Local(Responder):
+    """The target on this run's own devices, its prompts shared out over the ranks."""
+
+    def settings(self) -> dict:
+        return {}
+
+
+@dataclass(kw_only=True)
+class Remote(Responder):
+    """Somebody else, asked by the command's own process."""
+
+    max_refused: float = 0.05
+    """Largest share of prompts that may be left out; more of them end the phase."""
+
+    def connect(self) -> None:
+        """Stop where nobody could answer."""
+        raise NotImplementedError
+
+    def answers(self, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+        """Each question's answer as it comes, in any order."""
+        raise NotImplementedError
+
+
+def key_of_noise(identity: str, seed: int) -> int:
+    """64 bits that belong to one prompt."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{identity}".encode()).digest()[:8], "little")
 
 
 def noise_of(identity: str, seed: int, length: int) -> Tensor:
     """Uniform numbers that belong to one prompt, whatever batch it stands in. [length]"""
-    key = int.from_bytes(hashlib.sha256(f"{seed}/{identity}".encode()).digest()[:8], "little")
-    return torch.from_numpy(np.random.Generator(np.random.Philox(key)).random(length))
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key_of_noise(identity, seed))).random(length))
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -13,7 +13,7 @@ from dloop_train.types import Labels
 
 @dataclass(frozen=True)
 class Origins:
-    """Branches of a batch, sorted by depth, deepest first, so that finished ones leave at the end of the axis."""
+    """Branches of a batch, sorted by depth, deepest first, so that finished ones leave at the end of the axis; then by position."""
 
     position: Tensor  # [B, N] origins; rows without enough of them are padded with depth 0
     depth: Tensor  # [B, N] S, the stages to run; 0 is padding
@@ -51,16 +51,17 @@ def draw_depths(runs: np.ndarray, k: int, depth_exposure: int, first: np.ndarray
 
 def draw_origins(batch: TextBatch, k: int, *, count: int, depth_exposure: int, seed: int, epoch: int) -> Origins:
     """Up to `count` origins per sequence: response tokens whose next token is supervised. Keyed by sample and position."""
-    rows = []
-    for sample, loss_mask in zip(batch.ids, batch.loss_mask.cpu().numpy(), strict=True):
+    masks, drawn = batch.loss_mask.cpu().numpy(), [[] for _ in batch.tokens]
+    for sample, (row, tokens) in zip(batch.ids, batch.places(), strict=True):
+        loss_mask = masks[row, tokens]
         runs = run_lengths(loss_mask)
         candidates = np.flatnonzero(loss_mask & (runs > 0))
         candidates = candidates[candidates > 0]  # position 0 has no feature before it
         noise = generator_of(seed, epoch, sample).random((len(loss_mask), 3))
         chosen = np.sort(candidates[np.argsort(noise[candidates, 0], kind="stable")[:count]])
         depths = draw_depths(runs[chosen], k, depth_exposure, noise[chosen, 1], noise[chosen, 2])
-        order = np.lexsort((chosen, -depths))
-        rows.append((chosen[order], depths[order]))
+        drawn[row].append(np.stack([chosen + tokens.start, depths]))
+    rows = [each[:, np.lexsort((each[0], -each[1]))] for each in (np.concatenate(samples, axis=1) for samples in drawn)]
     widest = max(1, max(len(chosen) for chosen, _ in rows))
     position = torch.ones(len(rows), widest, dtype=torch.long)
     depth = torch.zeros(len(rows), widest, dtype=torch.long)
@@ -84,6 +85,8 @@ def supervised(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Tensor:
     reach = torch.arange(1, stage * k + 1, device=origins.device)
     positions = origins[..., None] + reach  # [B, N, s k]
     inside = (positions < batch.tokens.shape[1]) & at(batch.loss_mask, positions)
+    if batch.first is not None:  # a neighbour's tokens are no labels
+        inside = inside & (at(batch.first, positions) == at(batch.first, origins)[..., None])
     return inside.long().cumprod(-1)[..., (stage - 1) * k:].float()
 
 

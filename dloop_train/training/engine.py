@@ -14,9 +14,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dloop_train.config import DeepSpeedConfig, TrainConfig
-from dloop_train.data.batches import Source, TextBatch
+from dloop_train.data.batches import Source, TextBatch, packed
 from dloop_train.drafters.base import Drafter
-from dloop_train.ranks import barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
+from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
@@ -24,8 +24,6 @@ from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, Last, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
 
-STOP = "stop"
-"""A file of this name in the run's folder asks for a checkpoint and a clean end."""
 SKIPPED = "skipped.jsonl"
 
 
@@ -52,6 +50,8 @@ class Standing:
     skipped_in_a_row: int = 0
     worse: int = 0
     """Validations since the best one."""
+    start_score: float | None = None
+    """Of the drafter before the first step."""
     validation_seconds: float = 0.0
     """What the last validation took."""
 
@@ -120,7 +120,7 @@ class Trainer:
         self.saves.tidy()
         last = last_of(folder)
         universal = last is not None and self.saves.universal(last, deepspeed.stage)
-        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows)
+        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute)
         self.engine = start_engine(unroll, settings, deepspeed, self.plan.turns(world_size()), universal=universal)
         self.guarded = deepspeed.stage > 0 or settings.precision == "bfloat16"  # DeepSpeed's own optimisers skip what is not finite
         self.device = self.engine.device
@@ -177,6 +177,9 @@ class Trainer:
         """Whether training is over. A request to stop is honoured by now."""
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
+        if self.best is not None and self.standing.start_score is not None and self.best.score < self.standing.start_score:
+            say(f"train: on the validation responses no checkpoint is predicted to be as fast as the drafter it started from: "
+                f"{self.best.score:.1f} tokens/s at step {self.best.step}, {self.standing.start_score:.1f} before the first step")
         if self.out_of_patience:
             say(f"train: no validation after step {self.best.step} was better; stopped early at step {self.step}")
         return self.step == self.plan.steps or self.out_of_patience
@@ -192,6 +195,7 @@ class Trainer:
         read = waiting.result()
         wait = time.perf_counter() - started
         batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
+        batches = [packed(batch) for batch in batches] if self.settings.pack else batches
         share = self.plan.shares(self.step, world_size())[rank()]
         origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
                                 seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]
@@ -267,7 +271,9 @@ class Trainer:
         if self.twin is not None:
             self.twin.to("cpu")
         self.log.validation(self.step, found.row)
-        if found.score is not None:
+        if self.step == 0:
+            self.standing = replace(self.standing, start_score=found.score)
+        elif found.score is not None:
             better = self.best is None or found.score > self.best.score
             if better:
                 self.best = Best(self.step, found.score)

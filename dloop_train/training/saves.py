@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dloop_train.config import check
@@ -203,10 +203,15 @@ def gathered(drafter: Drafter):
     return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
 
 
-def trained_drafter(folder: Path, drafter: Drafter) -> int:
-    """Fill `drafter` with the weights of the last checkpoint; returns its step."""
-    last = last_of(folder)
-    if last is None:
-        raise ValueError(f"{folder} has no checkpoint; run phases=[train] first")
-    drafter.load_state_dict(load_file(folder / last.tag / WEIGHTS))
-    return last.step
+def weights_of(folder: Path, checkpoint: str) -> tuple[Path, int]:
+    """The weights that export.checkpoint names, and their step."""
+    last, best = last_of(folder), Checkpoints(folder, keep=1).best()
+    check(last is not None, f"{folder} has no checkpoint; run phases=[train] first")
+    if checkpoint == "best" and best is not None:
+        return folder / BEST / WEIGHTS, best.step
+    if checkpoint == "best":
+        say(f"export: no step was validated, so {last.tag}, the last checkpoint, is taken")
+    tag = f"step-{int(checkpoint):07d}" if checkpoint.isdigit() else last.tag
+    there = sorted(path.parent.name for path in folder.glob(f"step-*/{WEIGHTS}"))
+    check(tag in there, f"{folder} has no checkpoint {tag}, only {there}; train.keep says how many stay")
+    return folder / tag / WEIGHTS, int(tag.removeprefix("step-"))

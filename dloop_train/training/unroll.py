@@ -4,11 +4,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dloop_train.data.batches import TextBatch
-from dloop_train.drafters.base import Drafter, take
+from dloop_train.drafters.base import Choose, Drafter, take
 from dloop_train.training.anchors import Origins, at, labels_of, supervised
-from dloop_train.types import KV, Context, DraftState, Labels
+from dloop_train.types import KV, Context, DraftStage, DraftState, Labels
 
 TERMS = ("first", "last")
 
@@ -58,11 +59,14 @@ def detached(state: DraftState) -> DraftState:
 
 
 class Unroll(nn.Module):
-    """N + 1 stages on every rank in every step; branches whose depth is reached leave the computation."""
+    """N + 1 stages on every rank in every step; branches whose depth is reached leave the computation.
 
-    def __init__(self, drafter: Drafter, terms: Terms, *, detach: bool = False, max_rows: int = 4096, compact: bool = True):
+    With `recompute`, of a stage only its own states and its output are kept for the backward pass.
+    """
+
+    def __init__(self, drafter: Drafter, terms: Terms, *, detach: bool = False, max_rows: int = 4096, compact: bool = True, recompute: bool = False):
         super().__init__()
-        self.drafter, self.terms, self.detach, self.max_rows, self.compact = drafter, terms, detach, max_rows, compact
+        self.drafter, self.terms, self.detach, self.max_rows, self.compact, self.recompute = drafter, terms, detach, max_rows, compact, recompute
 
     def weights(self, batch: TextBatch, origins: Origins) -> Tensor:
         """Label weights of each term in a micro-batch, known before the forward pass. [2] as TERMS"""
@@ -75,18 +79,23 @@ class Unroll(nn.Module):
                 totals[TERMS.index(term)] += (mask.double() * slots).sum()
         return totals
 
+    def stage(self, state: DraftState, anchors: Tensor, choose: Choose) -> DraftStage:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self.drafter.stage(state, anchors, choose)
+        return checkpoint(self.drafter.stage, state, anchors, choose, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+
     def forward(self, batch: TextBatch, origins: Origins, totals: Tensor, progress: float) -> UnrollResult:
         """`totals` [2] are the weights of the whole optimiser step, over micro-batches and ranks."""
         drafter, k = self.drafter, self.drafter.k
         after = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)[:, -1:]
-        state = drafter.begin(Context(torch.cat([batch.tokens, after], dim=1), batch.features), origins.position)
+        state = drafter.begin(Context(torch.cat([batch.tokens, after], dim=1), batch.features, first=batch.first), origins.position)
         loss, sums = 0.0, {}
         for number in range(1, self.terms.depth_exposure + 2):
             alive = origins.alive(number) if self.compact else origins.depth.shape[1]
             state = take(state, alive)
             position, depth = origins.position[:, :alive], origins.depth[:, :alive]
             start = position + (number - 1) * k
-            stage = drafter.stage(state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1))
+            stage = self.stage(state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1))
             state = stage.state
             if self.detach:
                 state = detached(state)

@@ -1,0 +1,212 @@
+"""OpenAI: a responder of servers that speak OpenAI's protocol (vLLM, SGLang ...), asked for completions of prompts that are ids already."""
+
+import http.client
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from urllib.parse import urlsplit
+
+from dloop_train.config import GenerateConfig, TargetConfig, check
+from dloop_train.data.responses import Question, Response
+from dloop_train.ranks import say
+from dloop_train.targets.responders import Refusal, Remote, key_of_noise
+
+REFUSED = (400, 413, 422)
+"""Statuses that speak of this prompt alone."""
+PASSING = (408, 425, 429)
+"""Statuses that may be gone next time, as all from 500 on."""
+LONGEST_PAUSE = 30.0
+UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are no text; tokenised again it is a character of its own."""
+
+
+@dataclass(kw_only=True)
+class OpenAI(Remote):
+    """Completions over HTTP: bounded in flight, tried again, each prompt with a seed of its own."""
+
+    urls: list[str]
+    """Base addresses, /v1 included; requests go round."""
+    model: str = ""
+    """The model's name on the servers; empty takes the only one that they have."""
+    concurrency: int = 256
+    """Requests in flight, over all servers."""
+    retries: int = 8
+    """Tries after the first, half a second apart, then twice as long each time up to half a minute."""
+    timeout: float = 600.0
+    """Seconds that a server may be silent."""
+    api_key: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, for servers that want one."""
+
+    def __post_init__(self):
+        check(bool(self.urls), "responder.urls is empty; name at least one server, such as http://localhost:8000/v1")
+        strange = [url for url in self.urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
+        check(not strange, f"responder.urls has {strange}; an address looks like http://localhost:8000/v1")
+        check(self.concurrency >= 1, f"responder.concurrency must be positive, got {self.concurrency}")
+        check(self.retries >= 0, f"responder.retries must not be negative, got {self.retries}")
+        check(0 <= self.max_refused <= 1, f"responder.max_refused is a share of 1, got {self.max_refused}")
+
+    def settings(self) -> dict:
+        return {"responder": "openai"}
+
+    def connect(self) -> None:
+        client = Client(self)
+        names = {url: [model["id"] for model in client.ask(f"{url}/models")["data"]] for url in client.urls}
+        for url, found in names.items():
+            check(not self.model or self.model in found, f"{url} serves {found}, not responder.model={self.model}")
+            check(bool(self.model) or len(found) == 1, f"{url} serves {found}; choose one with responder.model=...")
+        if not self.model:
+            different = {found[0] for found in names.values()}
+            check(len(different) == 1, f"the servers have different models: {names}; name one that all have with responder.model=...")
+            self.model = different.pop()
+        say(f"generate: {len(names)} server(s) with {self.model}")
+
+    def answers(self, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+        client, reader = Client(self), Reader(target, tokenizer)
+
+        def answer(question: Question) -> Response | Refusal:
+            try:
+                return reader.read(question, client.complete(request_for(question, self.model, target, generate)))
+            except Refused as refused:
+                return Refusal(question.id, str(refused))
+        yield from as_completed(answer, questions, self.concurrency, client.stop)
+
+
+def request_for(question: Question, model: str, target: TargetConfig, generate: GenerateConfig) -> dict:
+    """The body of a completion. Greedy where the temperature is 0; servers that do not know a field ignore it."""
+    sampling = target.sampling
+    return {"model": model, "prompt": question.prompt_ids, "max_tokens": generate.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "top_k": sampling.top_k, "seed": key_of_noise(question.id, generate.seed) >> 33, "stop_token_ids": list(target.stop_ids),
+            "return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+
+
+class Refused(ValueError):
+    """A prompt that cannot be had an answer to, and why."""
+
+
+class Reader:
+    """Turns a server's answer into ids."""
+
+    def __init__(self, target: TargetConfig, tokenizer):
+        self.stop_ids, self.tokenizer, self.warned = tuple(target.stop_ids), tokenizer, False
+
+    def read(self, question: Question, answer: dict) -> Response:
+        check(bool(answer.get("choices")), f"a completion should have choices, the server sent {sorted(answer)}")
+        choice = answer["choices"][0]
+        if choice.get("finish_reason") not in ("stop", "length"):
+            raise Refused(f"finish_reason {choice.get('finish_reason')!r}")
+        prompt = choice.get("prompt_token_ids")
+        check(prompt is None or prompt == question.prompt_ids, f"the server read prompt {question.id} as {prompt}, we sent {question.prompt_ids}; "
+              f"it must not add or remove tokens")
+        ids = self.tokens_of(choice)
+        if choice["finish_reason"] == "stop" and (not ids or ids[-1] not in self.stop_ids):
+            ids.append(choice["stop_reason"] if choice.get("stop_reason") in self.stop_ids else self.stop_ids[0])
+        if not ids:
+            raise Refused("an empty answer")
+        return question.answered(ids, self.stop_ids, self.tokenizer)
+
+    def tokens_of(self, choice: dict) -> list[int]:
+        """The server's own ids; its text's where it gives none, which must say the same again."""
+        if choice.get("token_ids") is not None:
+            return list(choice["token_ids"])
+        if not self.warned:
+            self.warned = True
+            say("generate: the server returns no token ids (vLLM does, with return_token_ids): its texts are tokenised again, and answers that change by it are left out")
+        ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        if self.tokenizer.decode(ids, skip_special_tokens=False) != choice["text"] or UNREADABLE in choice["text"]:
+            raise Refused("its text says other ids than were sampled")
+        return ids
+
+
+class Client:
+    """Asks the servers in turn; a connection for each thread and server stays open."""
+
+    def __init__(self, settings: OpenAI):
+        self.settings = settings
+        self.urls = [url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in settings.urls]
+        self.turn = itertools.count()
+        self.stop = threading.Event()
+        self.local = threading.local()
+        key = os.environ.get(settings.api_key)
+        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+    def complete(self, body: dict) -> dict:
+        """A completion from whichever server is next; a failing one hands on to the next."""
+        start = next(self.turn)
+        return self.retry(lambda attempt: f"{self.urls[(start + attempt) % len(self.urls)]}/completions", body)
+
+    def ask(self, url: str) -> dict:
+        return self.retry(lambda attempt: url, None)
+
+    def retry(self, url_of: Callable[[int], str], body: dict | None) -> dict:
+        """Until an answer comes, tries are used up, or somebody else has given up."""
+        for attempt in range(self.settings.retries + 1):
+            url = url_of(attempt)
+            try:
+                return self.once(url, body)
+            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                self.forget(url)
+                came = f"{type(error).__name__}: {error}"
+            if self.stop.wait(min(0.5 * 2**attempt, LONGEST_PAUSE) if attempt < self.settings.retries else 0):
+                break
+        raise ConnectionError(f"{url} gave no answer in {attempt + 1} tries; the last time it was {came}. "
+                              f"What was answered is kept: see that the server runs and run the same command again")
+
+    def once(self, url: str, body: dict | None) -> dict:
+        connection, path = self.connection(url), urlsplit(url).path
+        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, self.headers)
+        response = connection.getresponse()
+        text = response.read()
+        if response.status in REFUSED and body:
+            raise Refused(f"{response.status}: {message_of(text)}")
+        if response.status in PASSING or response.status >= 500:
+            raise ConnectionError(f"status {response.status}: {message_of(text)}")
+        check(response.status == 200, f"{url} answered {response.status}: {message_of(text)}; look at responder.urls, responder.model and the key in ${self.settings.api_key}")
+        return json.loads(text)
+
+    def connection(self, url: str) -> http.client.HTTPConnection:
+        parts = urlsplit(url)
+        opened = vars(self.local)
+        if parts.netloc not in opened:
+            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            opened[parts.netloc] = kind(parts.hostname, parts.port, timeout=self.settings.timeout)
+        return opened[parts.netloc]
+
+    def forget(self, url: str) -> None:
+        opened = vars(self.local).pop(urlsplit(url).netloc, None)
+        if opened is not None:
+            opened.close()
+
+
+def message_of(text: bytes) -> str:
+    """What a server says for itself, in one line."""
+    return " ".join(text.decode(errors="replace").split())[:300]
+
+
+def as_completed(work: Callable, items: Iterable, most: int, stop: threading.Event) -> Iterator:
+    """work(item) of every item, as each is done, at most so many at once. After a failure nothing new is begun, what is under way still counts, then it is raised."""
+    done: SimpleQueue[Future] = SimpleQueue()
+    waiting, running, failure = iter(items), 0, None
+    with ThreadPoolExecutor(most) as pool:
+        try:
+            while True:
+                for item in itertools.islice(waiting, 0 if failure else most - running):
+                    pool.submit(work, item).add_done_callback(done.put)
+                    running += 1
+                if not running:
+                    break
+                finished = done.get()
+                running -= 1
+                if finished.exception() is None:
+                    yield finished.result()
+                else:
+                    failure = failure or finished.exception()
+                    stop.set()
+        finally:
+            stop.set()  # also where the reader of the answers has failed, or the user has
+    if failure:
+        raise failure

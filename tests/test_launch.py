@@ -1,0 +1,184 @@
+"""Starting ranks: who takes part, what a hostfile says, one cause of a failure, stopping and going on; on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dloop_train import launch
+from dloop_train.config import LaunchConfig
+from dloop_train.launch import World, command, free_port, launcher_of, read_hostfile, world, write_environment
+from dloop_train.ranks import FAILURE, leave_cause
+
+REPOSITORY = Path(__file__).parents[1]
+SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("SLURM"):
+            monkeypatch.delenv(name)
+
+
+def config_of(tmp_path: Path, **settings):
+    return SimpleNamespace(launch=LaunchConfig(**settings), root=tmp_path, name="a")
+
+
+def hostfile(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_who_takes_part(tmp_path, monkeypatch):
+    """This machine, a hostfile's slots, or as many on every node of an allocation; one node of Slurm needs no srun, its login node does."""
+    assert world(config_of(tmp_path, processes=3)) == World("torchrun", 1, 3)
+    hosts = str(hostfile(tmp_path, "# two kinds of node\na slots=4\nb  slots=2  # the old one\n\n"))
+    assert world(config_of(tmp_path, hostfile=hosts)) == World("hostfile", 2, 6)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert world(config_of(tmp_path, processes=2)) == World("srun", 3, 6)
+    monkeypatch.setenv("SLURM_NNODES", "1")
+    assert launcher_of(LaunchConfig()) == "torchrun"
+    monkeypatch.delenv("SLURMD_NODENAME")
+    assert launcher_of(LaunchConfig()) == "srun"
+
+
+def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
+    """srun starts one agent on each node, which counts what it has; GPUs that came with the whole node are asked for."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "first_host", lambda: "n1")
+    started = command(config_of(tmp_path), ["config.yaml", "train"])
+    assert started[0] == "srun" and {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(started)
+    assert not any("gpus" in part for part in started) and "--master-addr=n1" in started and started[-2:] == ["config.yaml", "train"]
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    assert "--gpus-per-node=4" in command(config_of(tmp_path), [])
+
+
+@pytest.mark.parametrize("text, says", [("", "got none"), ("a slots=2\nb\n", "'b'"), ("a slots=two", "slots=two")])
+def test_a_hostfile_that_is_none_is_explained(text, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        read_hostfile(hostfile(tmp_path, text))
+
+
+def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="pdsh, which is not installed"):
+        command(config_of(tmp_path, hostfile=str(hostfile(tmp_path, "a slots=1\nb slots=1\n"))), [])
+    with pytest.raises(ValueError, match="inside a Slurm allocation"):
+        world(config_of(tmp_path, launcher="srun"))
+    with pytest.raises(ValueError, match="slots of launch.hostfile both"):
+        LaunchConfig(hostfile="hosts", processes=2)
+    with pytest.raises(ValueError, match="there is no"):
+        world(config_of(tmp_path, hostfile=str(tmp_path / "nowhere")))
+
+
+def test_a_port_is_the_job_s_own_while_nobody_else_has_it():
+    port = free_port(4321)
+    assert free_port(4321) == port
+    with socket.socket() as other:
+        other.bind(("", port))
+        assert free_port(4321) != port
+
+
+def test_hosts_are_told_no_secrets(tmp_path):
+    told = write_environment(tmp_path / "environment", {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "s", "WANDB_API_KEY": "s", "PATH": "/bin", FAILURE: "f"}).read_text()
+    assert told == f"{FAILURE}=f\nHF_HUB_OFFLINE=1\n"
+
+
+def test_the_first_cause_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(FAILURE, str(tmp_path / "failure.txt"))
+    leave_cause("train: the cause")
+    leave_cause("train: connection closed by peer")
+    assert (tmp_path / "failure.txt").read_text() == "train: the cause\n" and not capsys.readouterr().err
+    monkeypatch.delenv(FAILURE)
+    leave_cause("train: by hand")
+    assert capsys.readouterr().err == "dloop_train: train: by hand\n"
+
+
+class Command:
+    """The command on the tiny target with two ranks, in a process group of its own."""
+
+    def __init__(self, root: Path, *overrides: str):
+        self.root = root
+        environment = os.environ | {"DLOOP_ROOT": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        arguments = ["+drafter=eagle3", "+target=tiny_llama", "phases=[generate,cache,train]", "launch.threads=1", "train.micro_batch_size=4", "train.steps=40",
+                     "train.save_every=4", "wandb.mode=disabled", *overrides]
+        self.log = root / "log"
+        root.mkdir(exist_ok=True)
+        with open(self.log, "a") as file:
+            self.process = subprocess.Popen([sys.executable, "-m", "dloop_train", *arguments], env=environment, cwd=REPOSITORY, stderr=file, stdout=file, start_new_session=True)
+
+    def wait_for_steps(self, count: int) -> None:
+        while sum(len(file.read_text().splitlines()) for file in self.root.glob("runs/*/metrics.jsonl")) < count:
+            assert self.process.poll() is None, self.log.read_text()[-2000:]
+            time.sleep(0.1)
+
+    def end(self) -> int:
+        return self.process.wait(300)
+
+    def weights(self) -> bytes:
+        return next(self.root.glob("runs/*/checkpoints/step-0000040/weights.safetensors")).read_bytes()
+
+
+def ranks_of(root: Path) -> list[int]:
+    """Processes that work on a rank of a run below `root`."""
+    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [int(line.split()[0]) for line in found if "dloop_train.worker" in line and "dloop_train.agent" not in line and str(root) in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    command = Command(tmp_path_factory.mktemp("whole"), "launch.processes=2")
+    assert command.end() == 0, command.log.read_text()[-3000:]
+    return command.weights()
+
+
+@pytest.mark.slow
+def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
+    """SIGUSR1 during training: exit code 75 and no error, then the same command; on ranks that a hostfile names, too."""
+    (tmp_path / "root").mkdir()
+    hosts = hostfile(tmp_path, "localhost slots=2\n")
+    for who in ("launch.processes=2", f"launch.hostfile={hosts}"):
+        command = Command(tmp_path / who[7:9], who)
+        command.wait_for_steps(6)
+        command.process.send_signal(signal.SIGUSR1)
+        assert command.end() == 75
+        said = command.log.read_text()
+        assert "train: stopped as asked" in said.rstrip().splitlines()[-1] and "Traceback" not in said and not ranks_of(command.root)
+        again = Command(command.root, who)
+        assert again.end() == 0, again.log.read_text()[-2000:]
+        assert "train: resumed at step" in again.log.read_text() and again.weights() == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_ranks_end_with_the_command(number, code, tmp_path):
+    command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
+    command.wait_for_steps(2)
+    assert len(ranks_of(command.root)) == 2
+    command.process.send_signal(number)
+    assert command.end() == code
+    deadline = time.monotonic() + 20
+    while ranks_of(command.root):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_told(tmp_path):
+    """It cannot say so itself; the other rank's broken connection is not the cause."""
+    command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
+    command.wait_for_steps(2)
+    os.kill(ranks_of(command.root)[1], signal.SIGKILL)
+    assert command.end() == 1
+    assert f"dloop_train: train: a rank on {socket.gethostname()} was ended by SIGKILL" in command.log.read_text().rstrip().splitlines()[-1]
+    assert not ranks_of(command.root)

@@ -133,8 +133,8 @@ def test_stages_agree_within_the_noise_of_bf16(tmp_path):
     kinds = ("0-bf16", "1-bf16", "2-bf16", "3-bf16", "1")
     runs = on_ranks(2, many_stages, tmp_path, kinds, {})[0]
     for kind in kinds:
-        for one, two in zip(runs[kind][0], runs["1"][0], strict=True):
-            assert one == pytest.approx(two, rel=2e-2), kind
+        for (_, loss, norm), (_, wanted, wanted_norm) in zip(runs[kind][0], runs["1"][0], strict=True):
+            assert loss == pytest.approx(wanted, rel=3e-3) and norm == pytest.approx(wanted_norm, rel=0.1), kind
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ class Checkpoints:
     def load(self, engine, last: Last, *, universal: bool) -> dict:
         """Fill the engine; returns what was saved as `state`."""
         tag = last.tag + UNIVERSAL * universal
+        check((self.folder / tag).is_dir(), f"{self.folder / POINTER} names {tag}, which is not there; bring it back, or delete {self.folder} to start anew")
         path, state = engine.load_checkpoint(str(self.folder), tag=tag)
         check(path is not None, f"{self.folder / tag} could not be loaded; delete {self.folder / POINTER} to start anew")
         barrier()

@@ -13,7 +13,6 @@ from dloop_train.checkpoints import gemma4_assistant, zlab_dflash
 from dloop_train.drafters.mtp_assistant import AssistantConfig
 from dloop_train.phases import artifacts, cache, generate, plan
 from dloop_train.phases.plan import measure_rate  # before the fixture replaces it
-from dloop_train.training.unroll import Terms
 
 TINY = ("+target=tiny_llama", "prompts.limit=6", "generate.max_new_tokens=12", "generate.greedy_prompts=1", "generate.greedy_max_new_tokens=4")
 
@@ -82,36 +81,6 @@ def test_target_flops_by_hand(tmp_path):
     _, estimated = planned(tmp_path, "+drafter=dflash", *TINY)
     assert estimated.generate_flops == 2 * 5 * layer * 6 * (512 + 12) + 2 * 32 * 260 * 6 * 12
     assert estimated.cache_flops == 2 * 5 * layer * 6 * (512 + 12)
-
-
-@pytest.mark.parametrize("exposure, stages, logit_passes", [(3, 3.0, 2.0), (1, 2.0, 2.0), (0, 1.0, 1.0)])
-def test_block_step_flops_by_hand(exposure, stages, logit_passes, tmp_path):
-    """Two layers, four slots, three taps: 3 x (context of 524 tokens + 8 origins) x 8 sequences."""
-    projections, mlp, fuse = 32 * 32 + 2 * 32 * 16 + 32 * 32, 3 * 32 * 64, 3 * 32 * 32
-    _, estimated = planned(tmp_path, "+drafter=dflash", *TINY, f"train.depth_exposure={exposure}")
-    context = 524 * 2 * (fuse + 2 * 2 * 32 * 16)
-    branch = stages * 4 * 2 * 2 * (projections + mlp) + logit_passes * 4 * 2 * 32 * 260
-    assert (estimated.stages, estimated.logit_passes) == (stages, logit_passes)
-    assert estimated.drafter.step_flops == 3 * 8 * (context + 8 * branch)
-
-
-def test_chain_step_flops_by_hand(tmp_path):
-    """One layer over [embedding, hidden], three passes a stage, a draft vocabulary of 200."""
-    layer, fuse = 64 * 32 + 2 * 64 * 16 + 32 * 32 + 3 * 32 * 64, 3 * 32 * 32
-    _, estimated = planned(tmp_path, "+drafter=eagle3", *TINY)
-    branch = 3.0 * 3 * 2 * layer + 2 * 3 * 2 * 32 * 200
-    assert estimated.drafter.step_flops == 3 * 8 * (524 * 2 * (fuse + 2 * 64 * 16) + 8 * branch)
-
-
-def test_passes_of_the_other_loss_placements():
-    assert plan.mean_logit_passes(Terms(3, "last")) == 1 and plan.mean_logit_passes(Terms(3, "all")) == plan.mean_stages(Terms(3, "all")) == 3
-
-
-def test_zero_shares_out_what_its_stage_says():
-    """Per parameter: 2 bytes of weight, 2 of gradient, 4 + 8 of master weight and moments."""
-    totals = [sum(plan.state_bytes(1000, precision="bfloat16", stage=stage, offload=False, ranks=4).values()) for stage in range(4)]
-    assert totals == [16_000, 7_000, 5_500, 4_000]
-    assert plan.state_bytes(1000, precision="float32", stage=0, offload=True, ranks=4) == {"weights": 4000, "gradients": 4000, "optimiser (on the host)": 8000}
 
 
 def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):

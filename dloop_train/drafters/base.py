@@ -66,15 +66,47 @@ class DrafterShape:
 
 
 @dataclass(frozen=True)
-class Flops:
-    """Multiply-adds times two of the linear layers, attention scores left out."""
+class Work:
+    """FLOPs of matrix products: multiply-adds times two. Norms, activations and softmax are not products and count nothing."""
 
-    context: int
-    """A context row."""
-    backbone: int
-    """A branch's stage without logits."""
-    head: int
-    """The logits of a branch's stage."""
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.forward + other.forward, self.backward + other.backward)
+
+    def __rmul__(self, times: float) -> "Work":
+        return Work(times * self.forward, times * self.backward)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The products of a drafter's parts, each for one of what is counted; training/accounting.py knows how many there are in a step."""
+
+    context: Work
+    """A context row, once for all stages."""
+    stage: Work
+    """A branch's stage through the layers, attention scores left out."""
+    own: Work
+    """An own state on its way into the next stage, of which a stage leaves k."""
+    pair: Work
+    """A query and a key: their score and the value's share, in all heads and layers together."""
+    queries: int
+    """Queries of a branch's stage."""
+    passes: int
+    """Passes that they are asked in; each sees the own states of those before it."""
+    has_own: bool
+    """Whether queries also meet keys of what the branch drafted itself."""
+    slots: Work
+    """A branch's stage through what stands between layers and logits; in stages with loss alone."""
+    row: Work
+    """The logits of a supervised slot."""
+    teacher: Work
+    """The target's logits of a supervised slot, and what compares with them."""
 
 
 @dataclass(kw_only=True)
@@ -229,7 +261,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def flops(self) -> Flops:
-        """Work of a context row and of a stage."""
+        """What a training step's products are made of."""
         raise NotImplementedError
 
 
@@ -244,4 +276,25 @@ def take(state: DraftState, branches: int) -> DraftState:
 
 def linear_flops(*modules: nn.Module | None) -> int:
     """2 x the weights of all linear layers: the FLOPs of one row through each."""
-    return 2 * sum(layer.weight.numel() for module in modules if module is not None for layer in module.modules() if isinstance(layer, nn.Linear))
+    return sum(2 * weight.numel() for weight in linear_weights(modules))
+
+
+def linear_weights(modules: Sequence[nn.Module | None]) -> list[nn.Parameter]:
+    return [layer.weight for module in modules if module is not None for layer in module.modules() if isinstance(layer, nn.Linear)]
+
+
+def linear_work(*modules: nn.Module | None, reaches_inputs: bool = True) -> Work:
+    """One row through all linear layers: backward is a product for the row's gradient, if it is wanted, and one for the weight's, where it is trained."""
+    weights = linear_weights(modules)
+    return Work(sum(2 * weight.numel() for weight in weights), sum(2 * weight.numel() * (reaches_inputs + weight.requires_grad) for weight in weights))
+
+
+def frozen_work(rows: int, columns: int) -> Work:
+    """One row through a frozen matrix: of the gradients only the row's is taken."""
+    return Work(2 * rows * columns, 2 * rows * columns)
+
+
+def pair_work(layers: Sequence[LayerSizes], *, lent_keys: bool = False) -> Work:
+    """A score and a share of the value in every head; of keys and values that the target lends nothing is differentiated."""
+    forward = sum(4 * layer.num_attention_heads * layer.head_dim for layer in layers)
+    return Work(forward, forward if lent_keys else 2 * forward)

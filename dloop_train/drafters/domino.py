@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import Flops, linear_flops
+from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.block import BlockConfig, BlockShape
 from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.drafters.token_head import TokenHeadDrafter, before
@@ -127,6 +127,7 @@ class Domino(TokenHeadDrafter):
                           head_weights=(self.embed_proj[2].weight,), extra=(self.codes(normed, anchors, labels.tokens),))
 
     def flops(self) -> Flops:
-        plain = super().flops()
-        gru = 2 * (self.prefix_gru.weight_ih_l0.numel() + self.prefix_gru.weight_hh_l0.numel())
-        return Flops(plain.context, plain.backbone + self.k * (gru + linear_flops(self.embed_proj[0])), plain.head + self.k * linear_flops(self.embed_proj[2]))
+        plain, heard, remembered = super().flops(), 2 * self.prefix_gru.weight_ih_l0.numel(), 2 * self.prefix_gru.weight_hh_l0.numel()
+        # Embeddings, and the empty memory that the first slot starts from, have no gradient.
+        gru = self.k * Work(heard + remembered, heard + remembered) + (self.k - 1) * Work(0, remembered)
+        return replace(plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2]))

@@ -1,13 +1,13 @@
 """DSpark: DFlash's backbone with a Markov head over the token before each slot, and a head that estimates acceptance."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import Flops, linear_flops
+from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.block import BlockConfig, BlockShape
 from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.drafters.token_head import TokenHeadDrafter, before
@@ -175,6 +175,8 @@ class DSpark(TokenHeadDrafter):
         return (weights * losses).sum(), by_slot(hits(logits, tokens), slots, self.k, losses)
 
     def flops(self) -> Flops:
-        plain = super().flops()
-        inner = [getattr(self.markov_head, name) for name in ("gate_proj", "joint_proj") if hasattr(self.markov_head, name)]
-        return Flops(plain.context, plain.backbone + self.k * linear_flops(self.confidence_head, *inner), plain.head + self.k * linear_flops(self.markov_head.markov_w2))
+        plain, head = super().flops(), self.markov_head
+        inner = linear_work(*(getattr(head, name) for name in ("gate_proj", "joint_proj") if hasattr(head, name)))
+        confidence = linear_work(self.confidence_head, reaches_inputs=not self.settings.detach_confidence)
+        return replace(plain, slots=self.k * (inner + confidence), row=plain.row + linear_work(head.markov_w2),
+                       teacher=Work(plain.row.forward + 4 * self.shape.vocab_size))  # and two products of the distributions, for their distance

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
+from dloop_train.drafters.base import Work, linear_work
 from dloop_train.drafters.chain import ChainConfig, ChainShape, OwnKeysChain
 from dloop_train.drafters.layers import DecoderLayer, norm_of
 from dloop_train.drafters.sizes import architecture_of, layers_for
@@ -133,3 +134,9 @@ class Eagle3(OwnKeysChain):
 
     def head_logits(self, normed: Tensor) -> Tensor:
         return self.head.logits(normed) if self.lm_head is None else self.lm_head(normed)
+
+    def fuse_work(self) -> Work:
+        return linear_work(self.fc, reaches_inputs=self.fc_norm is not None)
+
+    def head_work(self) -> Work:
+        return super().head_work() if self.lm_head is None else linear_work(self.lm_head)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import linear_flops
+from dloop_train.drafters.base import Work, linear_work
 from dloop_train.drafters.chain import ChainConfig, ChainShape, OwnKeysChain
 from dloop_train.drafters.layers import DecoderLayer, norm_of
 from dloop_train.drafters.sizes import layers_for
@@ -80,5 +80,8 @@ class MTP(OwnKeysChain):
     def feedback(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
 
-    def pair_flops(self) -> int:
-        return linear_flops(self.fc)
+    def fuse_work(self) -> Work:
+        return linear_work(self.fc)  # behind trained norms, unlike a fc that reads features as they come
+
+    def pair_up_work(self) -> Work:
+        return linear_work(self.fc)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import Flops, linear_flops
+from dloop_train.drafters.base import Flops, Work, linear_work, pair_work
 from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
 from dloop_train.drafters.layers import DecoderLayer, Places
 from dloop_train.drafters.sizes import FULL, SLIDING, LayerSizes, Rope, read_rope
@@ -157,5 +157,5 @@ class Assistant(ChainDrafter):
         return self.embed_tokens(normed)
 
     def flops(self) -> Flops:
-        step = linear_flops(self.pre_projection, self.post_projection, self.layers)
-        return Flops(0, self.k * step, self.k * linear_flops(self.embed_tokens))
+        return self.chain_flops(context=Work(), one=linear_work(self.pre_projection, self.post_projection, self.layers), has_own=False,
+                               pair=pair_work(self.shape.layers, lent_keys=True), row=linear_work(self.embed_tokens))

@@ -23,6 +23,7 @@ from dloop_train.phases.train import finished, settings_of
 from dloop_train.runs import Artifact, key_of, require_same
 from dloop_train.targets.sources import as_dtype, cache_folder, default_device, random_config, revision_of, spec_of
 from dloop_train.targets.target import require_taps
+from dloop_train.training.accounting import StepCost, expected_counts, mean_logit_passes, mean_stages, online_flops, step_cost
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import POINTER
 from dloop_train.training.unroll import Terms
@@ -63,12 +64,12 @@ class DrafterEstimate:
 
     parameters: int
     k: int
-    step_flops: float
-    """Of a loop-aware step."""
-    base_step_flops: float
-    """Of a step of the base recipe, where such steps come first."""
-    memory: dict[str, float]
-    """Bytes per rank, by what they hold."""
+    step: StepCost
+    """A rank's loop-aware step."""
+    base_step: StepCost
+    """A rank's step of the base recipe, where such steps come first."""
+    online_flops: float
+    """What the target would do for a rank's step, were its features read inside the step instead of from disk."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +126,14 @@ def estimate(config: Config) -> Estimate:
     return Estimate(
         phases=phase_lines(config), prompts=prompts_text(config, prompts), counts=counted, spec=spec,
         target_parameters=sum(parameter.numel() for parameter in model.parameters()), row_bytes=bytes_of_row,
-        store_bytes=counted.stored_tokens * bytes_of_row if counted else None,
+        store_bytes=counted.stored_tokens * bytes_of_row * (config.features.source == "disk") if counted else None,
         present_bytes=sum(file.stat().st_size for folder in (store.folder, store.partial) for file in folder.glob("*.safetensors")),
         free_bytes=shutil.disk_usage(existing_parent(config.root)).free,
         generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens if counted else None,
         cache_flops=backbone * counted.stored_tokens if counted else None, ranks=ranks,
         steps=Plan((0,) * counted.samples, config.train).steps if counted else None,
         base_steps=Plan((0,) * counted.samples, config.train).base_steps if counted else 0, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
-        drafter=drafter_estimate(drafter, config, terms, spec, mean_length, ranks) if drafter and counted else None,
+        drafter=drafter_estimate(drafter, config, model, spec, mean_length, ranks, bytes_of_row) if drafter and counted else None,
         rates={dtype: measure_rate(dtype) for dtype in sorted({config.target.dtype, config.train.precision})},
         warnings=warnings_of(config, drafter, spec, taps, ranks))
 
@@ -232,63 +233,17 @@ def existing_parent(path: Path) -> Path:
 # Work and memory
 
 
-def mean_stages(terms: Terms) -> float:
-    """S averaged over S - 1 ~ U{1..N}; 1 for N = 0. Responses too short for S stages make it less."""
-    depths = depths_of(terms)
-    return sum(depths) / len(depths)
+def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, spec: TargetSpec, length: float, ranks: int, row_bytes: float) -> DrafterEstimate:
+    train = config.train
+    micro_batches = -(-train.batch_size // (train.micro_batch_size * ranks))
+    online = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
 
+    def step(recipe: Terms) -> StepCost:
+        counts = expected_counts(recipe, sequences=train.micro_batch_size, length=length, origins=train.origins, k=drafter.k)
+        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, row_bytes=row_bytes)
 
-def mean_logit_passes(terms: Terms) -> float:
-    depths = depths_of(terms)
-    supervised = [terms.of_stage(stage) is not None and bool(terms.branches(stage, torch.tensor(depth)))
-                  for depth in depths for stage in range(1, depth + 1)]
-    return sum(supervised) / len(depths)
-
-
-def depths_of(terms: Terms) -> list[int]:
-    return list(range(2, terms.depth_exposure + 2)) or [1]
-
-
-def drafter_estimate(drafter: Drafter, config: Config, terms: Terms, spec: TargetSpec, length: float, ranks: int) -> DrafterEstimate:
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    rows = min(config.train.loss_rows, config.train.micro_batch_size * config.train.origins * drafter.k)
-    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    memory = state_bytes(trained, precision=config.train.precision, stage=config.deepspeed.stage, offload=config.deepspeed.offload, ranks=ranks)
-    element = as_dtype(config.train.precision).itemsize
-    if trained < parameters:
-        memory["frozen weights"] = (parameters - trained) * element
-    memory |= {"target head": 2 * spec.vocab_size * spec.hidden_size * element, "logits": rows * draft_vocabulary(drafter) * 4}
-    flops, base = (step_flops(drafter, batch_size=config.train.batch_size, length=length, origins=config.train.origins, terms=recipe)
-                   for recipe in (terms, Terms(0)))
-    return DrafterEstimate(parameters, drafter.k, flops, base, memory)
-
-
-def draft_vocabulary(drafter: Drafter) -> int:
-    return getattr(drafter.shape, "draft_vocab_size", drafter.shape.vocab_size)
-
-
-def step_flops(drafter: Drafter, *, batch_size: int, length: float, origins: int, terms: Terms) -> float:
-    """FLOPs of one optimiser step over all ranks: three times the forward pass through linear layers.
-
-    Forward is the context once a token, the backbone in every stage and the head where a stage carries loss. Left out:
-    attention scores, own states' projections, and the target's own logits where a loss compares with them.
-    """
-    flops = drafter.flops()
-    branch = mean_stages(terms) * flops.backbone + mean_logit_passes(terms) * flops.head
-    return 3 * batch_size * (length * flops.context + origins * branch)
-
-
-def state_bytes(parameters: int, *, precision: str, stage: int, offload: bool, ranks: int) -> dict[str, float]:
-    """Weights, gradients and optimiser states of a rank: ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3."""
-    element = 2 if precision == "bfloat16" else 4
-    optimiser = 8 + (4 if precision == "bfloat16" else 0)  # two Adam moments, and the fp32 master weights of bf16
-    share = {name: ranks if stage >= least else 1 for name, least in (("optimiser", 1), ("gradients", 2), ("weights", 3))}
-    return {"weights": parameters * element / share["weights"], "gradients": parameters * element / share["gradients"],
-            "optimiser (on the host)" if offload else "optimiser": parameters * optimiser / share["optimiser"]}
-
-
-def device_memory(drafter: DrafterEstimate) -> float:
-    return sum(size for name, size in drafter.memory.items() if "host" not in name)
+    return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
+                           step(Terms(0)), micro_batches * online)
 
 
 def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
@@ -372,9 +327,9 @@ def as_text(config: Config, estimated: Estimate) -> str:
     warnings = list(estimated.warnings)
     if not estimated.fits:
         warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
-                        f"are free; set prompts.limit, lower generate.max_new_tokens, or choose another root=")
+                        f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root=")
     parts = ["Settings", *table(settings_rows(config)), "", "Phases", *table(phase_rows(estimated)), "", "Data", *table(data_rows(estimated)), "",
-             "Training", *table(training_rows(config, estimated)), "", "Time", *table(time_rows(config, estimated)),
+             "Training", *table(training_rows(config, estimated)), *step_lines(estimated.drafter), "", "Time", *table(time_rows(config, estimated)),
              *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
     return "\n".join(parts)
 
@@ -410,9 +365,10 @@ def data_rows(estimated: Estimate) -> list[list[str]]:
         return [["prompts", estimated.prompts], ["tokens, disk", "unknown"], ["free disk", size(estimated.free_bytes)]]
     bound = "" if found.measured else "at most "
     rest = "" if found.measured else ", from max_prompt_tokens and max_new_tokens"
+    store = f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"
     return [["prompts", estimated.prompts],
             ["tokens", f"{bound}{found.prompt_tokens:,} of prompts and {found.response_tokens:,} of responses{rest}"],
-            ["feature store", f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"],
+            ["feature store", store if estimated.store_bytes else "none: the target runs in the training step"],
             ["on disk already", size(estimated.present_bytes)], ["free disk", size(estimated.free_bytes)]]
 
 
@@ -424,9 +380,36 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
             ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"]]
     if drafter is None:
         return [*rows, ["drafter", f"unknown until {config.drafter.init} and the prompts are on this machine"]]
-    parts = ", ".join(f"{name} {size(held)}" for name, held in drafter.memory.items())
-    return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}"],
-            ["memory per rank", f"{size(device_memory(drafter))}: {parts}; activations come on top"]]
+    return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}"], ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below"]]
+
+
+def step_lines(drafter: DrafterEstimate | None) -> list[str]:
+    """The account of a step, and what the target would add to it."""
+    if drafter is None:
+        return []
+    return ["", "One training step of a rank", *table(cost_rows(drafter.step)),
+            f"  features=online: the target's own pass would add {drafter.online_flops:.2e} FLOPs to a step, and move no features"]
+
+
+def cost_rows(cost: StepCost) -> list[list[str]]:
+    """A row a term. `by stage` is how its FLOPs (or bytes, where it has none) are shared out to the stages, in percent."""
+    rows = [["", "forward", "backward", "FLOPs", "held", "moved", "by stage %"]]
+    whole = cost.flops or 1.0
+    for name in dict.fromkeys(term.name for term in cost.terms):
+        terms = [term for term in cost.terms if term.name == name]
+        forward, backward, held, moved = (sum(getattr(term, field) for term in terms) for field in ("forward", "backward", "held", "moved"))
+        weights = [term.flops or term.held for term in terms]
+        shares = " ".join(f"{100 * weight / (sum(weights) or 1.0):.0f}" for weight in weights) if len(terms) > 1 else ""
+        rows.append([name, number(forward), number(backward), f"{100 * (forward + backward) / whole:.1f} %" if forward else "", bytes_or_nothing(held), bytes_or_nothing(moved), shares])
+    return [*rows, ["all", *(number(sum(getattr(term, field) for term in cost.terms)) for field in ("forward", "backward")), "100 %", size(cost.peak), bytes_or_nothing(cost.moved), ""]]
+
+
+def number(flops: float) -> str:
+    return f"{flops:.2e}" if flops else ""
+
+
+def bytes_or_nothing(held: float) -> str:
+    return size(held) if held else ""
 
 
 def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
@@ -438,7 +421,8 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     bound = "" if measured else "at most "
     states = {line.name: line.state for line in estimated.phases}
     work = [("generate", estimated.generate_flops, one), ("cache", estimated.cache_flops, one),
-            ("one training step", drafter and drafter.step_flops, train), ("train", drafter and drafter.step_flops * (steps - estimated.base_steps) + drafter.base_step_flops * estimated.base_steps, train)]
+            ("one training step", drafter and estimated.ranks * drafter.step.flops, train),
+            ("train", drafter and estimated.ranks * (drafter.step.flops * (steps - estimated.base_steps) + drafter.base_step.flops * estimated.base_steps), train)]
     rows = [[name, "unknown", ""] if flops is None else
             [name, f"{bound}{flops:.2e} FLOPs", "done" if states.get(name) == "complete" else f"{'' if measured else 'up to '}about {duration(flops / (rate * UTILISATION))}"]
             for name, flops, rate in work]

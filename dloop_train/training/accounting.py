@@ -1,0 +1,310 @@
+"""Accounting: FLOPs, bytes and peak memory of one training step, term by term, from the settings and the drafter's sizes."""
+
+from dataclasses import dataclass
+from math import comb
+
+import torch
+
+from dloop_train.config import DeepSpeedConfig, TrainConfig
+from dloop_train.data.batches import TextBatch
+from dloop_train.drafters.base import Drafter, Flops, Work, linear_flops
+from dloop_train.drafters.layers import DecoderLayer, RMSNorm
+from dloop_train.training.anchors import Origins, supervised
+from dloop_train.training.unroll import Terms
+from dloop_train.types import TargetSpec
+
+UPDATE_FLOPS = 16
+"""Of AdamW for one number: two moments, their corrections, a root, a division, the decay. Not products, and next to nothing."""
+UPDATE_BYTES = 28
+"""Read and written for one number: weight and two moments in fp32 both ways and the gradient (or for bf16 the gradient and the rounded weight)."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of an account: what one rank does and holds in one optimiser step."""
+
+    name: str
+    stage: int = 0
+    """The stage that it belongs to, from 1; 0 for what belongs to none."""
+    forward: float = 0.0
+    """FLOPs."""
+    backward: float = 0.0
+    """FLOPs, with the forward that is run again."""
+    held: float = 0.0
+    """Bytes in the accelerator's memory when most is held."""
+    moved: float = 0.0
+    """Bytes that must cross a border: features from disk, states through the optimiser, gradients and weights between ranks."""
+
+    @property
+    def flops(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The account of one rank's optimiser step."""
+
+    terms: tuple[Term, ...]
+
+    @property
+    def flops(self) -> float:
+        """Products and update, forward and backward."""
+        return sum(term.flops for term in self.terms)
+
+    @property
+    def peak(self) -> float:
+        """Bytes. A little more than is ever held at once: gradients and graph are counted whole."""
+        return sum(term.held for term in self.terms)
+
+    @property
+    def moved(self) -> float:
+        """Bytes."""
+        return sum(term.moved for term in self.terms)
+
+
+def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
+              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0) -> StepCost:
+    """What a rank does in a step of so many micro-batches, each as large as `counts`.
+
+    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step.
+    """
+    element = 2 if train.precision == "bfloat16" else 4
+    recomputed = deepspeed.stage == 3 and trained_head(drafter.flops()) > 0
+    work, held = forward_backward(drafter, counts, recomputed=recomputed), held_for_backward(drafter, counts, element)
+    tokens = counts.sequences * counts.length
+    inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
+    terms = [Term("target features", forward=micro_batches * target_flops, held=inputs, moved=micro_batches * tokens * row_bytes)]
+    terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
+              for name, stage in dict.fromkeys([*work, *held])]
+    working = working_space(drafter, counts, held, train.loss_rows, element)
+    terms += [Term("working space", held=working), Term("target's embedding and head", held=2 * target.vocab_size * target.hidden_size * element)]
+    return StepCost((*terms, *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working)))
+
+
+def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float) -> list[Term]:
+    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch take the place that the graph [bytes] leaves; later ones find them there."""
+    numbers = sum(parameter.numel() for parameter in drafter.parameters())
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    held = state_bytes(trained, precision=precision, stage=deepspeed.stage, offload=deepspeed.offload, ranks=ranks)
+    element, updated = 2 if precision == "bfloat16" else 4, trained / (ranks if deepspeed.stage >= 1 else 1)
+    # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
+    travels = (ranks - 1) / ranks * trained * element
+    gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
+    return [Term("weights", held=held["weights"] + (numbers - trained) * element, moved=gathered),
+            Term("gradients", held=held["gradients"] if micro_batches > 1 else max(0.0, held["gradients"] - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
+            Term("optimiser", forward=UPDATE_FLOPS * updated, held=held.get("optimiser", 0.0), moved=UPDATE_BYTES * updated)]
+
+
+def state_bytes(parameters: int, *, precision: str, stage: int, offload: bool, ranks: int) -> dict[str, float]:
+    """Weights, gradients and optimiser states of a rank: ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3."""
+    element = 2 if precision == "bfloat16" else 4
+    optimiser = 8 + (4 if precision == "bfloat16" else 0)  # two Adam moments, and the fp32 master weights of bf16
+    share = {name: ranks if stage >= least else 1 for name, least in (("optimiser", 1), ("gradients", 2), ("weights", 3))}
+    return {"weights": parameters * element / share["weights"], "gradients": parameters * element / share["gradients"],
+            "optimiser (on the host)" if offload else "optimiser": parameters * optimiser / share["optimiser"]}
+
+
+def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, length: float) -> float:
+    """The target's own pass over so many tokens, in sequences of `length`, where features are read inside the training step.
+
+    Linear layers, and causal scores in layers of softmax attention; the recurrences of linear attention are left out.
+    """
+    kinds = text_config.get("layer_types") or ["full_attention"] * text_config["num_hidden_layers"]
+    size = text_config.get("head_dim") or text_config["hidden_size"] // text_config["num_attention_heads"]
+    attending = sum(kind.endswith("attention") and not kind.startswith("linear") for kind in kinds)
+    return tokens * (linear_flops(model) + attending * 4 * text_config["num_attention_heads"] * size * length / 2)
+
+
+# What is counted
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many of everything a micro-batch computes with, padding included: what is padded is multiplied too."""
+
+    sequences: int
+    length: float
+    """Tokens of a sequence."""
+    branches: tuple[float, ...]
+    """Branches that run each stage, over all sequences."""
+    rows: tuple[float, ...]
+    """Supervised slots of each stage; 0 where it carries no loss."""
+
+
+def expected_counts(terms: Terms, *, sequences: int, length: float, origins: int, k: int) -> Counts:
+    """Of a micro-batch whose sequences have all the origins asked for, each with room for every stage.
+
+    Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
+    of each sequence as the one with most of them has.
+    """
+    depths, stages = depths_of(terms), range(1, terms.depth_exposure + 2)
+    reached = [sum(depth >= stage for depth in depths) / len(depths) for stage in stages]
+    branches = tuple(sequences * max(1.0, most_of(sequences, origins, share)) for share in reached)
+    return Counts(sequences, length, branches, tuple(sequences * origins * k * share for share in supervised_shares(terms)))
+
+
+def counts_of(batch: TextBatch, origins: Origins, terms: Terms, k: int) -> Counts:
+    """Of a micro-batch at hand."""
+    sequences, length = batch.features.shape[:2]
+    branches, rows = [], []
+    for stage in range(1, terms.depth_exposure + 2):
+        branches.append(float(sequences * origins.alive(stage)))
+        picked = supervised(batch, origins.position, stage, k) * terms.branches(stage, origins.depth)[..., None]
+        # A stage that carries loss and has no supervised slot runs one of weight zero.
+        rows.append(max(float(picked.sum()), 1.0) if terms.of_stage(stage) else 0.0)
+    return Counts(sequences, length, tuple(branches), tuple(rows))
+
+
+def most_of(sequences: int, origins: int, share: float) -> float:
+    """The largest, on average, of as many draws as there are sequences, each of how many origins out of all have a chance of `share`."""
+    below, most = 0.0, 0.0
+    for count in range(origins):
+        below += comb(origins, count) * share**count * (1 - share) ** (origins - count)
+        most += 1 - min(below, 1.0) ** sequences
+    return most
+
+
+def depths_of(terms: Terms) -> list[int]:
+    """Depths that are equally likely: S - 1 ~ U{1..N}, or S = 1 for N = 0."""
+    return list(range(2, terms.depth_exposure + 2)) or [1]
+
+
+def supervised_shares(terms: Terms) -> list[float]:
+    """Share of the branches that carry loss in each stage."""
+    depths = depths_of(terms)
+    return [sum(terms.of_stage(stage) is not None and bool(terms.branches(stage, torch.tensor(depth))) for depth in depths) / len(depths)
+            for stage in range(1, terms.depth_exposure + 2)]
+
+
+def mean_stages(terms: Terms) -> float:
+    """S on average. Responses too short for S stages make it less."""
+    depths = depths_of(terms)
+    return sum(depths) / len(depths)
+
+
+def mean_logit_passes(terms: Terms) -> float:
+    """Stages of a branch that carry loss, on average."""
+    return sum(supervised_shares(terms))
+
+
+# Products
+
+
+def forward_backward(drafter: Drafter, counts: Counts, *, recomputed: bool = False) -> dict[tuple[str, int], Work]:
+    """The products of a micro-batch by (term, stage).
+
+    Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. The loss takes
+    the rows' gradient while their logits exist, but it stands under backward; `recomputed` says that the loss runs them twice.
+    """
+    flops, k = drafter.flops(), drafter.k
+    terms = {("context K/V", 0): counts.sequences * counts.length * flops.context}
+    for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
+        terms["layers", stage] = branches * flops.stage
+        terms["attention to context", stage] = branches * flops.queries * counts.length * flops.pair
+        terms["attention to own states", stage] = branches * (own_pairs(flops, k, stage) if flops.has_own else 0) * flops.pair
+        terms["own states' K/V", stage] = (branches * k if stage > 1 else 0) * flops.own
+        terms["token heads", stage] = (branches if rows else 0) * flops.slots
+        terms["logits", stage] = rows * again(flops.row, recomputed)
+        terms["teacher's logits", stage] = rows * again(flops.teacher, recomputed)
+    return {name: work for name, work in terms.items() if work.total}
+
+
+def own_pairs(flops: Flops, k: int, stage: int) -> int:
+    """Queries times own states that they are multiplied with, in one branch's stage (from 1): those of earlier stages and of the passes so far."""
+    queries = flops.queries // flops.passes
+    return sum(queries * ((stage - 1) * k + (number + 1) * queries) for number in range(flops.passes))
+
+
+def again(work: Work, recomputed: bool) -> Work:
+    """With the forward that the backward pass runs once more."""
+    return Work(work.forward, work.backward + work.forward) if recomputed else work
+
+
+def trained_head(flops: Flops) -> float:
+    """Numbers of the matrices with V rows that are trained: the row's own gradient costs as much as its forward, theirs as much again."""
+    return (flops.row.backward - flops.row.forward) / 2
+
+
+# Memory
+
+
+def held_for_backward(drafter: Drafter, counts: Counts, element: int) -> dict[tuple[str, int], float]:
+    """Bytes that a micro-batch's graph keeps until its backward pass, by (term, stage).
+
+    Counted are the tensors that autograd saves in eager mode; small ones (positions, masks, tables of rotary positions)
+    are left out. `element` is the size of a number in training's precision.
+    """
+    flops, k, layers, shape = drafter.flops(), drafter.k, list(drafter.layers), drafter.shape
+    keys, norm = sum(key_bytes(layer, element) for layer in layers if flops.has_own), norm_bytes(drafter.norm, element)
+    # Of a query's score in every head: the softmax in fp32, and its copy in training's precision that multiplies the values.
+    score = sum(layer.self_attn.heads for layer in layers) * (4 + element)
+    kept = sum(2 * layer.self_attn.groups * layer.self_attn.size * element for layer in layers)
+    row = sum(layer_bytes(layer, element) for layer in layers) + pairing_bytes(drafter, element)
+    terms = {("context K/V", 0): counts.sequences * counts.length * (norm + keys) if flops.has_own else 0.0}
+    for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
+        own = own_pairs(flops, k, stage) if flops.has_own else 0
+        terms["layers", stage] = branches * flops.queries * row
+        terms["attention to context", stage] = branches * flops.queries * counts.length * score
+        # Every pass keeps a copy of its own of the keys and values behind it.
+        terms["attention to own states", stage] = branches * own * (score + kept * flops.passes / flops.queries)
+        terms["own states' K/V", stage] = branches * k * (norm + keys) if flops.own.total and stage > 1 else 0.0
+        # The rows' gradient waits for the backward pass, and so does that of a trained head.
+        terms["logits", stage] = (branches * k * norm + rows * 2 * shape.hidden_size * element + trained_head(flops) * element) if rows else 0.0
+    return {name: held for name, held in terms.items() if held}
+
+
+def norm_bytes(norm: RMSNorm, element: int) -> int:
+    """Of a row through a norm: its fp32 copy (for fp32 the row itself), what the weight multiplies, and what the next product reads."""
+    return len(norm.weight) * (4 + (element if norm.form == "plain" else 4) + element)
+
+
+def layer_bytes(layer: DecoderLayer, element: int) -> int:
+    """Of a row through a layer, scores left out: norms, queries before and behind norm and rotation, mixed values, four tensors of the MLP."""
+    attention = layer.self_attn
+    norms = sum(norm_bytes(part, element) for part in layer.children() if isinstance(part, RMSNorm))
+    queries = attention.heads * (attention.size * (2 + 3 * attention.gated) * element + head_norm_bytes(attention, element))
+    return norms + queries + key_bytes(layer, element) + 4 * layer.mlp.gate_proj.out_features * element
+
+
+def key_bytes(layer: DecoderLayer, element: int) -> int:
+    """Of a row's keys and values."""
+    attention = layer.self_attn
+    return attention.groups * (2 * attention.size * element + head_norm_bytes(attention, element)) if hasattr(attention, "k_proj") else 0
+
+
+def head_norm_bytes(attention: torch.nn.Module, element: int) -> int:
+    """Of one head's norm, where heads have one."""
+    return norm_bytes(attention.q_norm, element) if isinstance(attention.q_norm, RMSNorm) else 0
+
+
+def pairing_bytes(drafter: Drafter, element: int) -> int:
+    """Of a pass that pairs a token with a hidden state before its layers: both halves as the products read them, and the norms of the drafter itself."""
+    passes_on = drafter.flops().passes > 1
+    norms = [part for part in drafter.children() if isinstance(part, RMSNorm) and part is not drafter.norm]
+    return (2 * drafter.shape.target_hidden_size * element + sum(norm_bytes(norm, element) for norm in norms)) if passes_on else 0
+
+
+def working_space(drafter: Drafter, counts: Counts, held: dict[tuple[str, int], float], loss_rows: int, element: int) -> float:
+    """What comes and goes on top of the graph when most is held: a stage's chunk of logits, or a pass's scores, whichever is more.
+
+    A stage's loss comes when the graph of later stages is not there yet, or no more.
+    """
+    flops, heads = drafter.flops(), max(layer.self_attn.heads for layer in drafter.layers)
+    most = 0.0
+    for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
+        so_far = sum(size for (_, of_stage), size in held.items() if of_stage <= stage) - (trained_head(flops) * element if rows else 0)
+        scores = branches * flops.queries / flops.passes * heads * counts.length * 3 * element
+        most = max(most, so_far + max(scores, chunk_bytes(drafter, flops, min(loss_rows, rows), element)))
+    return max(0.0, most - sum(held.values()))
+
+
+def chunk_bytes(drafter: Drafter, flops: Flops, rows: float, element: int) -> float:
+    """A chunk of the loss at work: logits and probabilities, with a teacher also its, in fp32; and a trained head's gradient, by itself and in the sum."""
+    shape, vocabulary, taught = drafter.shape, draft_vocabulary(drafter), flops.teacher.total > 0
+    kept = vocabulary * shape.target_hidden_size * element if taught and vocabulary < shape.vocab_size else 0  # rows copied from the target's head
+    wide = 16 if taught else 8 + element % 4  # bf16 logits stand beside the fp32 ones
+    return rows * vocabulary * wide + max(trained_head(flops) * (element + 4), kept) if rows else 0.0
+
+
+def draft_vocabulary(drafter: Drafter) -> int:
+    return getattr(drafter.shape, "draft_vocab_size", drafter.shape.vocab_size)

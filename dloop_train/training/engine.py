@@ -1,6 +1,8 @@
 """Engine: DeepSpeed around Unroll - the step loop, what is skipped, when to validate, save and stop."""
 
+import contextlib
 import copy
+import io
 import json
 import math
 import time
@@ -325,7 +327,8 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
               "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, settings.beta2], "weight_decay": settings.weight_decay, "torch_adam": True}}}
     if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    engine, *_ = deepspeed.initialize(model=unroll, model_parameters=trained, config=config)
+    with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimiser prints its memory line by line
+        engine, *_ = deepspeed.initialize(model=unroll, model_parameters=trained, config=config)
     return engine
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dloop_train.data.store import read_index
 from dloop_train.ranks import STOPPED
 from dloop_train.runs import read_jsonl
 from dloop_train.training.saves import last_of
@@ -49,15 +51,16 @@ def test_a_poisoned_shard_ends_both_ranks_and_is_named_once(root, tmp_path):
     """One rank alone reads the sample; the other would wait for it in a sum."""
     shutil.copytree(root, tmp_path / "root")
     shard = next((tmp_path / "root").glob("features/*/shard-00000.safetensors"))
-    tensors = load_file(shard)
-    manifest = json.loads((shard.parent / "manifest.json").read_text())
-    name, _, first, _ = manifest["places"][9]
-    tensors["features"][first + 2, 3] = torch.nan
-    save_file(tensors, shard)
+    with safe_open(shard, "pt") as file:
+        tensors, facts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    number = 9
+    tensors["features"][int(read_index(shard.parent).start[number]) + 2, 3] = torch.nan
+    name = json.loads(facts["samples"])[number][0]
+    save_file(tensors, shard, metadata=facts)
     began = time.monotonic()
     code, said = end(start(tmp_path / "root", "poisoned", "phases=[train]", "train.steps=12"))
     assert code != 0 and time.monotonic() - began < 300
-    assert said.count("has NaN or infinite features") == 1 and f"sample {name} in {shard}" in said
+    assert said.count("is not what was written") == 1 and f"sample {name} in {shard}" in said
     assert "Traceback" not in said, "the launcher's own traceback hides the cause"
 
 

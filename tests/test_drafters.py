@@ -38,7 +38,7 @@ def stages_of(*arguments, **more):
     return [stage.hidden for stage in whole_stages_of(*arguments, **more)]
 
 
-RULES = [(None, False), (None, True), (5, True), (5, False), (1, True), (200, False)]
+RULES = [(None, False), (None, True), (7, True), (7, False), (1, True), (200, False)]
 """(window, causal) of a layer."""
 
 
@@ -91,7 +91,7 @@ def test_attention_equals_plain_softmax_by_branch(window, causal, together, monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, 7])
 def test_blocks_see_what_parts_see(window, dtype):
     """FlexAttention under the one rule: outputs and log-sum-exps, also where block masks are cut for the branches that are left."""
     queries, context, _, sight = attended(length=200, branches=40, dtype=dtype)

@@ -425,14 +425,15 @@ def test_base_epochs_are_the_base_recipe_and_loop_aware_steps_follow(uninterrupt
 
 def test_a_resumed_log_holds_each_step_once(tmp_path):
     """Rows past the checkpoint go; a training that begins anew, validation at step 0 included, keeps nothing."""
-    def steps(start, *new):
-        log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start)
+    def steps(start, *new, best=None):
+        log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start, best=best)
         for step in new:
             log.validation(step, {"tau": 1.0})
         return [row["step"] for row in read_jsonl(tmp_path / "validation.jsonl")]
     assert steps(0, 0, 3, 6) == [0, 3, 6]
     assert steps(3, 6) == [0, 3, 6]
-    assert steps(0, 0) == [0]
+    assert steps(3, best=6) == [0, 3, 6] == steps(3, 6, best=6) and steps(3, 4, best=6) == [0, 3, 4, 6]
+    assert steps(0, 0, best=6) == [0]
 
 
 def test_changed_settings_are_refused(uninterrupted):

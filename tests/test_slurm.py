@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slurm
 REPOSITORY = Path(__file__).parents[1]
 CLUSTER = os.environ.get("DLOOP_TEST_CLUSTER", "")
 """Folder of the cluster that slurm_cluster.sh started."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SETTINGS = ["+drafter=eagle3", "+target=tiny_llama", "prompts.limit=32", "train.steps=40", "train.save_every=4", "train.micro_batch_size=4", "launch.threads=1",
             "evaluate.dtype=float32"]
 
@@ -47,12 +48,13 @@ class Job:
         """Until `reached()`; not `sbatch --wait`, which looks seldom."""
         deadline = time.monotonic() + seconds
         while not reached():
-            assert time.monotonic() < deadline, f"job {self.id} is {self.state()} after {seconds} s\n{self.log()[-3000:]}"
+            state = self.state()
+            assert time.monotonic() < deadline and state not in ENDED or reached(), f"job {self.id} is {state}, and that was not reached\n{self.log()[-3000:]}"
             time.sleep(0.2)
 
     def end(self) -> str:
         """How it ended."""
-        self.wait_for(lambda: self.state() in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
+        self.wait_for(lambda: self.state() in ENDED)
         return self.state()
 
     def finish(self) -> None:
@@ -105,10 +107,10 @@ def test_stopped_before_the_time_limit_and_requeued(whole, tmp_path):
     assert records(job.root) == records(whole.root)
 
 
-def test_stopped_while_it_answers_prompts(whole, tmp_path):
+def test_stopped_while_it_answers_prompts(tmp_path):
     """On one node, by the other script: a phase that goes on from its last batch ends at once, and comes back."""
     job = Job(tmp_path / "answering", "slurm_one_node.sbatch", "phases=[generate]", "generate.batch_size=1", "prompts.limit=200", flags=("--mem=4G", "--cpus-per-task=2"))
-    job.wait_for(lambda: len(list(job.root.glob("responses/*.partial/batches/*.jsonl"))) >= 2)
+    job.wait_for(lambda: len(list(job.root.glob("responses/*.partial/work/batches/*.jsonl"))) >= 2)
     job.signal("USR1")
     job.finish()
     assert "stopped as asked" in job.log() and "start 2" in job.log()

@@ -79,6 +79,7 @@ def test_long_texts_are_cut(sources):
 def test_features_are_rounded_as_on_disk(sources):
     disk, online = (sources(kind, "++cache.batch_tokens=1", "++cache.dtype=bfloat16") for kind in ("disk", "online"))
     same(ready(disk, [2, 4]), ready(online, [2, 4]), equal)
+    assert torch.equal(ready(online, [2]).features, ready(online, [2]).features.bfloat16().float())
 
 
 def test_a_dry_run_counts_no_store(tmp_path, monkeypatch):

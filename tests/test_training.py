@@ -379,6 +379,7 @@ def numbers(rows):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_resume_equals_uninterrupted(uninterrupted):
     """Stopped after three steps and continued: the same losses to the last digit."""
     root, whole = uninterrupted

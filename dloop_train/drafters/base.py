@@ -90,11 +90,9 @@ class Flops:
     context: Work
     """A context row, once for all stages."""
     stage: Work
-    """A branch's stage through the layers, attention scores left out."""
+    """A branch's stage through the linear parts of the layers."""
     own: Work
     """An own state on its way into the next stage, of which a stage leaves k."""
-    pair: Work
-    """A query and a key: their score and the value's share, in all heads and layers together."""
     queries: int
     """Queries of a branch's stage."""
     passes: int
@@ -292,9 +290,3 @@ def linear_work(*modules: nn.Module | None, reaches_inputs: bool = True) -> Work
 def frozen_work(rows: int, columns: int) -> Work:
     """One row through a frozen matrix: of the gradients only the row's is taken."""
     return Work(2 * rows * columns, 2 * rows * columns)
-
-
-def pair_work(layers: Sequence[LayerSizes], *, lent_keys: bool = False) -> Work:
-    """A score and a share of the value in every head; of keys and values that the target lends nothing is differentiated."""
-    forward = sum(4 * layer.num_attention_heads * layer.head_dim for layer in layers)
-    return Work(forward, forward if lent_keys else 2 * forward)

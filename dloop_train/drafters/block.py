@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work, pair_work
+from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
 from dloop_train.drafters.layers import DecoderLayer, Places, norm_of
 from dloop_train.drafters.sizes import architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
@@ -162,5 +162,5 @@ class BlockDrafter(Drafter):
     def flops(self) -> Flops:
         keys = linear_work(*(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)))
         return Flops(context=linear_work(self.fc, reaches_inputs=False) + keys, stage=self.shape.width * linear_work(self.layers), own=keys,
-                     pair=pair_work(self.shape.layers), queries=self.shape.width, passes=1, has_own=True, slots=Work(),
+                     queries=self.shape.width, passes=1, has_own=True, slots=Work(),
                      row=frozen_work(self.shape.vocab_size, self.shape.hidden_size), teacher=Work())

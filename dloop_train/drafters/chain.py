@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work, pair_work
+from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
 from dloop_train.drafters.layers import Places
 from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
@@ -126,10 +126,10 @@ class ChainDrafter(Drafter):
         losses, _ = row_losses(logits, tokens, target, soft=1.0)
         return (weights * losses).sum(), by_slot(hits(logits, *self.drafted_ids(tokens)), slots, self.k, losses)
 
-    def chain_flops(self, *, context: Work, one: Work, pair: Work, row: Work, has_own: bool) -> Flops:
+    def chain_flops(self, *, context: Work, one: Work, row: Work, has_own: bool) -> Flops:
         """The products of a chain with so much work in one of its passes."""
         compared = Work(2 * self.shape.draft_vocab_size * (self.shape.target_hidden_size + 1))  # both distributions meet in one more product
-        return Flops(context=context, stage=self.k * one, own=Work(), pair=pair, queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
+        return Flops(context=context, stage=self.k * one, own=Work(), queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
 
 
 class OwnKeysChain(ChainDrafter):
@@ -161,8 +161,7 @@ class OwnKeysChain(ChainDrafter):
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn
         keys = linear_work(attention.k_proj, attention.v_proj)
-        return self.chain_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), pair=pair_work(self.shape.layers),
-                               row=self.head_work(), has_own=True)
+        return self.chain_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), row=self.head_work(), has_own=True)
 
     def fuse_work(self) -> Work:
         """A context row from the target's features to what the keys' projection reads."""

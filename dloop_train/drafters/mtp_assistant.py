@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.base import Flops, Work, linear_work, pair_work
+from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
 from dloop_train.drafters.layers import DecoderLayer, Places
 from dloop_train.drafters.sizes import FULL, SLIDING, LayerSizes, Rope, read_rope
@@ -158,4 +158,4 @@ class Assistant(ChainDrafter):
 
     def flops(self) -> Flops:
         return self.chain_flops(context=Work(), one=linear_work(self.pre_projection, self.post_projection, self.layers), has_own=False,
-                               pair=pair_work(self.shape.layers, lent_keys=True), row=linear_work(self.embed_tokens))
+                                row=linear_work(self.embed_tokens))

@@ -239,7 +239,7 @@ def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, s
     online = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
 
     def step(recipe: Terms) -> StepCost:
-        counts = expected_counts(recipe, sequences=train.micro_batch_size, length=length, origins=train.origins, k=drafter.k)
+        counts = expected_counts(drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins)
         return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, row_bytes=row_bytes)
 
     return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),

@@ -7,6 +7,7 @@ import torch
 
 from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import TextBatch
+from dloop_train.drafters.attention import QUERIES, Sight
 from dloop_train.drafters.base import Drafter, Flops, Work, linear_flops
 from dloop_train.drafters.layers import DecoderLayer, RMSNorm
 from dloop_train.training.anchors import Origins, supervised
@@ -69,8 +70,8 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: Tra
     `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step.
     """
     element = 2 if train.precision == "bfloat16" else 4
-    recomputed = deepspeed.stage == 3 and trained_head(drafter.flops()) > 0
-    work, held = forward_backward(drafter, counts, recomputed=recomputed), held_for_backward(drafter, counts, element)
+    again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
+    work, held = forward_backward(drafter, counts, again), held_for_backward(drafter, counts, element, again)
     tokens = counts.sequences * counts.length
     inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
     terms = [Term("target features", forward=micro_batches * target_flops, held=inputs, moved=micro_batches * tokens * row_bytes)]
@@ -127,32 +128,57 @@ class Counts:
     """Tokens of a sequence."""
     branches: tuple[float, ...]
     """Branches that run each stage, over all sequences."""
+    looks: tuple[tuple[float, ...], ...]
+    """Of each stage, of each layer: queries times rows of the context that they are multiplied with, seen or hidden."""
     rows: tuple[float, ...]
     """Supervised slots of each stage; 0 where it carries no loss."""
 
 
-def expected_counts(terms: Terms, *, sequences: int, length: float, origins: int, k: int) -> Counts:
+def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: float, origins: int) -> Counts:
     """Of a micro-batch whose sequences have all the origins asked for, each with room for every stage.
 
     Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
     of each sequence as the one with most of them has.
+    Origins are taken to lie evenly over a sequence: what looks at the context together sees it up to the last of its origins.
     """
+    flops = drafter.flops()
     depths, stages = depths_of(terms), range(1, terms.depth_exposure + 2)
     reached = [sum(depth >= stage for depth in depths) / len(depths) for stage in stages]
     branches = tuple(sequences * max(1.0, most_of(sequences, origins, share)) for share in reached)
-    return Counts(sequences, length, branches, tuple(sequences * origins * k * share for share in supervised_shares(terms)))
+    together = max(1, QUERIES * flops.passes // flops.queries)
+    groups = max(1.0, origins / len(depths) / together)  # branches are sorted by depth, and then by place
+    rows = length * (groups + 1) / (2 * groups)
+    looks = tuple(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers) for count in branches)
+    return Counts(sequences, length, branches, looks, tuple(sequences * origins * drafter.k * share for share in supervised_shares(terms)))
 
 
-def counts_of(batch: TextBatch, origins: Origins, terms: Terms, k: int) -> Counts:
-    """Of a micro-batch at hand."""
+def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> Counts:
+    """Of a micro-batch at hand, where masks are dense; FlexAttention's blocks are finer."""
     sequences, length = batch.features.shape[:2]
-    branches, rows = [], []
+    first = torch.zeros_like(origins.position) if batch.first is None else batch.first.gather(1, origins.position)
+    sight, flops, branches, looks, rows = Sight(origins.position - drafter.lag, first), drafter.flops(), [], [], []
     for stage in range(1, terms.depth_exposure + 2):
-        branches.append(float(sequences * origins.alive(stage)))
-        picked = supervised(batch, origins.position, stage, k) * terms.branches(stage, origins.depth)[..., None]
+        alive = origins.alive(stage)
+        branches.append(float(sequences * alive))
+        seen = sight.take(alive)
+        looks.append(tuple(float(sequences * sum(looked_at(seen, alive, ahead, layer.window) for ahead in rows_ahead(flops, drafter.k, stage))) for layer in drafter.shape.layers))
+        picked = supervised(batch, origins.position, stage, drafter.k) * terms.branches(stage, origins.depth)[..., None]
         # A stage that carries loss and has no supervised slot runs one of weight zero.
         rows.append(max(float(picked.sum()), 1.0) if terms.of_stage(stage) else 0.0)
-    return Counts(sequences, length, tuple(branches), tuple(rows))
+    return Counts(sequences, length, tuple(branches), tuple(looks), tuple(rows))
+
+
+def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
+    """How far ahead of the origin the queries of each pass of a stage stand."""
+    slots = flops.queries // flops.passes
+    if not flops.has_own:
+        return [[-1] * slots] * flops.passes
+    return [list(range((stage - 1) * k + number * slots, (stage - 1) * k + (number + 1) * slots)) for number in range(flops.passes)]
+
+
+def looked_at(sight: Sight, branches: int, ahead: list[int], window: int | None) -> int:
+    """Queries of one sequence times rows of the context, group by group of branches."""
+    return sum(len(range(branches)[part.branches]) * len(ahead) * (part.rows.stop - part.rows.start) for part in sight.parts(ahead, window))
 
 
 def most_of(sequences: int, origins: int, share: float) -> float:
@@ -190,22 +216,33 @@ def mean_logit_passes(terms: Terms) -> float:
 # Products
 
 
-def forward_backward(drafter: Drafter, counts: Counts, *, recomputed: bool = False) -> dict[tuple[str, int], Work]:
+@dataclass(frozen=True)
+class Again:
+    """What of the forward the backward pass runs once more, instead of holding it."""
+
+    stages: bool = False
+    rows: bool = False
+    """Logits of a trained head, which ZeRO-3 must gather again."""
+
+
+def forward_backward(drafter: Drafter, counts: Counts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
     """The products of a micro-batch by (term, stage).
 
     Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. The loss takes
-    the rows' gradient while their logits exist, but it stands under backward; `recomputed` says that the loss runs them twice.
+    the rows' gradient while their logits exist, but it stands under backward.
     """
     flops, k = drafter.flops(), drafter.k
     terms = {("context K/V", 0): counts.sequences * counts.length * flops.context}
+    pairs = [2 * layer.num_attention_heads * layer.head_dim for layer in drafter.shape.layers]  # one product of a query with a key, in every head
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
-        terms["layers", stage] = branches * flops.stage
-        terms["attention to context", stage] = branches * flops.queries * counts.length * flops.pair
-        terms["attention to own states", stage] = branches * (own_pairs(flops, k, stage) if flops.has_own else 0) * flops.pair
-        terms["own states' K/V", stage] = (branches * k if stage > 1 else 0) * flops.own
+        terms["layers", stage] = branches * with_forward(flops.stage, again.stages)
+        # Scores over the context are computed again in the backward pass, instead of held.
+        terms["attention to context", stage] = sum(looks * pair for looks, pair in zip(counts.looks[stage - 1], pairs, strict=True)) * with_forward(Work(2, 5), again.stages)
+        terms["attention to own states", stage] = branches * (own_pairs(flops, k, stage) if flops.has_own else 0) * sum(pairs) * with_forward(Work(2, 4), again.stages)
+        terms["own states' K/V", stage] = (branches * k if stage > 1 else 0) * with_forward(flops.own, again.stages)
         terms["token heads", stage] = (branches if rows else 0) * flops.slots
-        terms["logits", stage] = rows * again(flops.row, recomputed)
-        terms["teacher's logits", stage] = rows * again(flops.teacher, recomputed)
+        terms["logits", stage] = rows * with_forward(flops.row, again.rows)
+        terms["teacher's logits", stage] = rows * with_forward(flops.teacher, again.rows)
     return {name: work for name, work in terms.items() if work.total}
 
 
@@ -215,9 +252,9 @@ def own_pairs(flops: Flops, k: int, stage: int) -> int:
     return sum(queries * ((stage - 1) * k + (number + 1) * queries) for number in range(flops.passes))
 
 
-def again(work: Work, recomputed: bool) -> Work:
+def with_forward(work: Work, again: bool) -> Work:
     """With the forward that the backward pass runs once more."""
-    return Work(work.forward, work.backward + work.forward) if recomputed else work
+    return Work(work.forward, work.backward + work.forward) if again else work
 
 
 def trained_head(flops: Flops) -> float:
@@ -228,7 +265,7 @@ def trained_head(flops: Flops) -> float:
 # Memory
 
 
-def held_for_backward(drafter: Drafter, counts: Counts, element: int) -> dict[tuple[str, int], float]:
+def held_for_backward(drafter: Drafter, counts: Counts, element: int, again: Again = Again()) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
     """Bytes that a micro-batch's graph keeps until its backward pass, by (term, stage).
 
     Counted are the tensors that autograd saves in eager mode; small ones (positions, masks, tables of rotary positions)
@@ -236,18 +273,21 @@ def held_for_backward(drafter: Drafter, counts: Counts, element: int) -> dict[tu
     """
     flops, k, layers, shape = drafter.flops(), drafter.k, list(drafter.layers), drafter.shape
     keys, norm = sum(key_bytes(layer, element) for layer in layers if flops.has_own), norm_bytes(drafter.norm, element)
-    # Of a query's score in every head: the softmax in fp32, and its copy in training's precision that multiplies the values.
-    score = sum(layer.self_attn.heads for layer in layers) * (4 + element)
+    # Of a query's score for an own state in every head: before and behind the softmax in fp32, and a copy that multiplies the values.
+    score = sum(layer.self_attn.heads for layer in layers) * (8 + element % 4)
     kept = sum(2 * layer.self_attn.groups * layer.self_attn.size * element for layer in layers)
     row = sum(layer_bytes(layer, element) for layer in layers) + pairing_bytes(drafter, element)
     terms = {("context K/V", 0): counts.sequences * counts.length * (norm + keys) if flops.has_own else 0.0}
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
         own = own_pairs(flops, k, stage) if flops.has_own else 0
         terms["layers", stage] = branches * flops.queries * row
-        terms["attention to context", stage] = branches * flops.queries * counts.length * score
         # Every pass keeps a copy of its own of the keys and values behind it.
         terms["attention to own states", stage] = branches * own * (score + kept * flops.passes / flops.queries)
         terms["own states' K/V", stage] = branches * k * (norm + keys) if flops.own.total and stage > 1 else 0.0
+        if again.stages:  # kept are the stage's output and its own states; one stage at a time has its graph again
+            whole = {name: terms.pop((name, stage), 0.0) for name in ("layers", "attention to own states", "own states' K/V")}
+            terms["layers", stage] = branches * (flops.queries * shape.hidden_size * element + k * kept)
+            terms["a stage computed again", 0] = max(terms.get(("a stage computed again", 0), 0.0), sum(whole.values()))
         # The rows' gradient waits for the backward pass, and so does that of a trained head.
         terms["logits", stage] = (branches * k * norm + rows * 2 * shape.hidden_size * element + trained_head(flops) * element) if rows else 0.0
     return {name: held for name, held in terms.items() if held}
@@ -259,10 +299,10 @@ def norm_bytes(norm: RMSNorm, element: int) -> int:
 
 
 def layer_bytes(layer: DecoderLayer, element: int) -> int:
-    """Of a row through a layer, scores left out: norms, queries before and behind norm and rotation, mixed values, four tensors of the MLP."""
+    """Of a row through a layer, scores left out: norms, queries before and behind norm and rotation, values mixed from context and own states, four tensors of the MLP."""
     attention = layer.self_attn
     norms = sum(norm_bytes(part, element) for part in layer.children() if isinstance(part, RMSNorm))
-    queries = attention.heads * (attention.size * (2 + 3 * attention.gated) * element + head_norm_bytes(attention, element))
+    queries = attention.heads * (attention.size * (4 + 3 * attention.gated) * element + head_norm_bytes(attention, element))
     return norms + queries + key_bytes(layer, element) + 4 * layer.mlp.gate_proj.out_features * element
 
 
@@ -293,7 +333,7 @@ def working_space(drafter: Drafter, counts: Counts, held: dict[tuple[str, int], 
     most = 0.0
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
         so_far = sum(size for (_, of_stage), size in held.items() if of_stage <= stage) - (trained_head(flops) * element if rows else 0)
-        scores = branches * flops.queries / flops.passes * heads * counts.length * 3 * element
+        scores = counts.sequences * min(QUERIES, branches / counts.sequences * flops.queries / flops.passes) * heads * counts.length * (8 + element)
         most = max(most, so_far + max(scores, chunk_bytes(drafter, flops, min(loss_rows, rows), element)))
     return max(0.0, most - sum(held.values()))
 

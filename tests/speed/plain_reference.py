@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dloop_train.data.batches import TextBatch
 from dloop_train.drafters import layers
+from dloop_train.drafters.attention import Sight
 from dloop_train.drafters.base import Drafter
 from dloop_train.drafters.chain import ChainDrafter
 from dloop_train.drafters.dspark import DSpark
@@ -48,7 +49,7 @@ class PlainUnroll(nn.Module):
             losses = slot_losses(drafter, said, meant, labels, drafter.confidence(stage, anchors, labels.tokens))
             share = self.terms.share(term) / totals[("first", "last").index(term)].clamp(min=1e-9)
             loss = loss + (share * (losses * labels.mask * slots).sum()).to(losses.dtype)
-        return UnrollResult(loss)
+        return UnrollResult(loss, {})
 
 
 def compares(drafter: Drafter) -> bool:
@@ -79,7 +80,8 @@ def dense_attention():
         yield
 
 
-def dense(queries: Tensor, context: KV, own: KV | None, origin: Tensor, scale: float, *, window: int | None = None, causal: bool = False) -> Tensor:
+def dense(queries: Tensor, context: KV, own: KV | None, sight: Sight, scale: float, *, window: int | None = None, causal: bool = False) -> Tensor:
+    origin = sight.origin
     batch, branches, slots = queries.shape[:3]
     length, drafted = context.keys.shape[1], 0 if own is None else own.keys.shape[2]
     device = queries.device

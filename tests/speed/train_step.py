@@ -170,7 +170,7 @@ def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int) -> Way:
     totals = Unroll(bench.drafter, terms).weights(bench.batch, origins)
     wanted = bench.wanted
     train = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision)
-    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.batch, origins, terms, bench.drafter.k), train, DeepSpeedConfig())
+    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, bench.batch, origins, terms), train, DeepSpeedConfig())
     return Way(name, lambda: unroll(bench.batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)
 
 

@@ -6,13 +6,11 @@ import re
 
 import pytest
 import torch
+from conftest import composed
 
-from dloop_train import config as settings
-from dloop_train.data.prompts import PerfectBlend
 from dloop_train.decoding import statistics
 from dloop_train.decoding.replay import judge
 from dloop_train.decoding.rules import GREEDY, Match
-from dloop_train.drafters.base import DrafterConfig
 from dloop_train.phases import artifacts, report
 from dloop_train.phases.replaying import next_stage_tokens
 from dloop_train.runs import write_atomic, write_jsonl
@@ -168,10 +166,7 @@ DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
 @pytest.fixture
 def tiny(tmp_path):
     """Config of a run whose evaluation and training have been written by hand."""
-    target = settings.TargetConfig(name="tiny_llama", source="random", path="tiny_llama", stop_ids=[0])
-    made = settings.Config(name="tiny-run", root=tmp_path, phases=["report"], drafter=DrafterConfig(), target=target, prompts=PerfectBlend(name="perfectblend", path="perfectblend"),
-                           gate=None, rule=None, generate=settings.GenerateConfig(), cache=settings.CacheConfig(), train=settings.TrainConfig(),
-                           deepspeed=settings.DeepSpeedConfig(), export=settings.ExportConfig(), evaluate=settings.EvaluateConfig(bootstrap=99), wandb=settings.LogConfig(mode="disabled"), launch=settings.LaunchConfig())
+    made = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "++evaluate.bootstrap=99", "++wandb.mode=disabled")
     folder = artifacts.run_folder(made)
     listed = []
     for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):

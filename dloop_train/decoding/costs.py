@@ -79,7 +79,8 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[i
     deep = [r.seconds["draft_more"] / (r.stages - 1) for r in rounds if r.stages > 1]
     gates = [r.seconds["gate"] / r.stages for r in rounds if r.stages > 1]
     if not deep or len(verify) <= stages:
-        raise ValueError("costs could not be measured: the answers are too short for a round of every depth; evaluate longer responses")
+        raise ValueError("costs could not be measured: the answers are too short for a round of every depth; take prompts with longer answers, or more of them "
+                         "(train.validate_prompts, evaluate.prompts). A training alone does without: train.validate_prompts=0 gate.threshold=-0.5")
     return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep) + median(gates), verify=verify,
                  overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
 

@@ -139,7 +139,7 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
 
     Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
     of each sequence as the one with most of them has.
-    Origins are taken to lie evenly over a sequence: what looks at the context together sees it up to the last of its origins.
+    Origins are taken to lie evenly over a sequence: branches that look at the context together see it up to the last of theirs.
     """
     flops = drafter.flops()
     depths, stages = depths_of(terms), range(1, terms.depth_exposure + 2)
@@ -147,9 +147,11 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
     branches = tuple(sequences * max(1.0, most_of(sequences, origins, share)) for share in reached)
     together = max(1, QUERIES * flops.passes // flops.queries)
     groups = max(1.0, origins / len(depths) / together)  # branches are sorted by depth, and then by place
-    rows = length * (groups + 1) / (2 * groups)
-    looks = tuple(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers) for count in branches)
-    return Counts(sequences, length, branches, looks, tuple(sequences * origins * drafter.k * share for share in supervised_shares(terms)))
+    looks = []
+    for count in branches:
+        rows = length * (groups + 1) / (2 * groups) * count / (count + 1)  # the last of so many places
+        looks.append(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers))
+    return Counts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
 
 
 def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> Counts:
@@ -195,10 +197,9 @@ def depths_of(terms: Terms) -> list[int]:
     return list(range(2, terms.depth_exposure + 2)) or [1]
 
 
-def supervised_shares(terms: Terms) -> list[float]:
-    """Share of the branches that carry loss in each stage."""
-    depths = depths_of(terms)
-    return [sum(terms.of_stage(stage) is not None and bool(terms.branches(stage, torch.tensor(depth))) for depth in depths) / len(depths)
+def supervised_depths(terms: Terms) -> list[int]:
+    """How many of the depths carry loss in each stage."""
+    return [sum(terms.of_stage(stage) is not None and stage <= depth and bool(terms.branches(stage, torch.tensor(depth))) for depth in depths_of(terms))
             for stage in range(1, terms.depth_exposure + 2)]
 
 
@@ -210,7 +211,7 @@ def mean_stages(terms: Terms) -> float:
 
 def mean_logit_passes(terms: Terms) -> float:
     """Stages of a branch that carry loss, on average."""
-    return sum(supervised_shares(terms))
+    return sum(supervised_depths(terms)) / len(depths_of(terms))
 
 
 # Products

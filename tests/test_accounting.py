@@ -50,15 +50,15 @@ def test_products_are_those_of_a_real_step(variant, terms, tiny_target):
     assert accounted[1] == pytest.approx(seen[1], rel=0.015 if variant.startswith("mtp_assistant") else 0)
 
 
-@pytest.mark.parametrize("variant", ["dflash-shifted", "eagle3-deepspec"])
+@pytest.mark.parametrize("variant", ["dflash-shifted", pytest.param("eagle3-deepspec", marks=pytest.mark.slow)])
 def test_stages_computed_again_cost_their_forward(variant, tiny_target):
     """Nearly: what a stage computes behind the last tensor that is needed is not computed again."""
     accounted, seen = counted(variant, tiny_target, Terms(3), recompute=True)
     assert accounted[1] == pytest.approx(seen[1], rel=0.03) and seen[1] > 1.1 * counted(variant, tiny_target, Terms(3))[1][1]
 
 
-@pytest.mark.parametrize("family, precision", [("dflash", "float32"), ("eagle3", "bfloat16"), *(pytest.param(family, precision, marks=pytest.mark.slow)
-    for family in ("domino", "dspark", "mtp", "mtp_assistant") for precision in ("float32", "bfloat16"))])
+@pytest.mark.parametrize("family, precision", [("eagle3", "bfloat16"), *(pytest.param(family, precision, marks=pytest.mark.slow)
+    for family in ("dflash", "domino", "dspark", "mtp", "mtp_assistant") for precision in ("float32", "bfloat16"))])
 def test_memory_is_what_a_real_step_holds(family, precision):
     """Within a quarter, at SmolLM2's size, states and features included."""
     wanted = arguments(["--sequences", "2", "--length", "128", "--origins", "16", "--precision", precision])
@@ -98,7 +98,8 @@ def test_one_rank_sends_nothing_and_a_later_stage_sends_more(tiny_target):
     assert sent[0] == 0 < sent[1] < sent[2] < sent[3]
 
 
-def test_the_benchmark_runs_and_its_plain_reference_has_the_same_loss(capsys):
-    main(["--target", "tiny_llama", "--drafter", "dflash,domino,dspark,eagle3,mtp,mtp_assistant", "--length", "40", "--sequences", "2", "--origins", "4", "--steps", "1", "--terms"])
+@pytest.mark.parametrize("families", ["dspark,eagle3", pytest.param("dflash,domino,mtp,mtp_assistant", marks=pytest.mark.slow)])
+def test_the_benchmark_runs_and_its_plain_reference_has_the_same_loss(families, capsys):
+    main(["--target", "tiny_llama", "--drafter", families, "--length", "40", "--sequences", "2", "--origins", "4", "--steps", "1", "--terms"])
     printed = capsys.readouterr().out
-    assert printed.count("plain N=3") == 6 and "quotient" in printed and "attention to context" in printed
+    assert printed.count("plain N=3") == len(families.split(",")) and "quotient" in printed and "attention to context" in printed

@@ -19,7 +19,8 @@ from dloop_train.runs import write_atomic
 def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the controller's business; the ranks inherit it
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # its word for ranks that ended is an error, whatever the reason
+    for part in ("multiprocessing.api", "agent.server.api"):  # torchrun's errors: ranks that ended, whatever the reason, and a first node that left before the others
+        logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
     wanted, *arguments = sys.argv[1:]
     ranks = ranks_of_node(int(wanted))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))  # torchrun would say 1, and an offloaded optimiser would crawl

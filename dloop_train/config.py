@@ -136,7 +136,7 @@ class TrainConfig:
     pack: bool = False
     """Put the sequences of a micro-batch behind one another in one row, each seeing itself alone, in place of padding them to the longest."""
     recompute: bool = False
-    """Keep of a stage only its states, and compute its backbone again in the backward pass: less memory, about a third more time."""
+    """Keep of a stage only its states, and compute its backbone again in the backward pass: less memory, more time."""
     seed: int = 0
     save_every: int = 200
     keep: int = 2
@@ -243,7 +243,7 @@ class LogConfig:
 
     project: str = "dloop_train"
     mode: str = "auto"
-    """auto is online with a key and offline without one; or online, offline, disabled."""
+    """auto is what WANDB_MODE says, else online with a key and offline without one; or online, offline, disabled."""
 
     def __post_init__(self):
         modes = ("auto", "online", "offline", "disabled")

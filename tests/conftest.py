@@ -12,6 +12,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dloop_train.config import CONF, TargetConfig, build, from_hydra, option
@@ -30,6 +33,34 @@ class Wide:
 
     def __getattr__(self, name):
         return getattr(torch, name)
+
+
+class Watch(TorchDispatchMode):
+    """Counts what is allocated: all elements, and of tensors as wide as a vocabulary their rows and how many elements live at once."""
+
+    def __init__(self, widths=(), heights=()):
+        super().__init__()
+        self.widths, self.heights, self.elements, self.rows, self.peak, self.living = widths, heights, 0, 0, 0, {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        known = {StorageWeakRef(each.untyped_storage()).cdata for each in tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)}
+        for made in tree_leaves(result):
+            if not isinstance(made, torch.Tensor):
+                continue
+            storage = StorageWeakRef(made.untyped_storage())
+            if storage.cdata in known:
+                continue
+            self.elements += made.numel()
+            if made.dim() == 2 and made.shape[1] in self.widths and made.shape[0] not in self.heights:  # not a table or its gradient
+                self.rows = max(self.rows, made.shape[0])
+                self.living[storage.cdata] = storage, made.numel()
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def alive(self):
+        self.living = {key: (storage, count) for key, (storage, count) in self.living.items() if not storage.expired()}
+        return sum(count for _, count in self.living.values())
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Laws of the accounting: its products are those of a real step, its memory what a real step holds, its expectations the mean of many draws."""
 
-
 import pytest
 import torch
 from conftest import VARIANTS, make_drafter

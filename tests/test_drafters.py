@@ -1,18 +1,20 @@
 """Laws of every drafter: unrolled training is stage-by-stage decoding, nothing leaks, branches are independent, files round-trip."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import VARIANTS, make_drafter, settings_of, shape_of
+from conftest import VARIANTS, Watch, make_drafter, settings_of, shape_of
 
 from dloop_train.checkpoints.files import load_drafter, save_drafter
 from dloop_train.config import CONF
 from dloop_train.decoding.loop import draft_stage
 from dloop_train.decoding.rules import GREEDY, Chance
+from dloop_train.drafters import attention
+from dloop_train.drafters.attention import Sight, context_in_blocks, context_in_parts, loop_attention
 from dloop_train.drafters.base import take
 from dloop_train.drafters.sizes import Rope
-from dloop_train.types import Context
+from dloop_train.types import KV, Context
 
 EXACT = dict(rtol=0, atol=1e-10)
 
@@ -34,6 +36,90 @@ def whole_stages_of(drafter, tokens, features, origins, count, start=0):
 def stages_of(*arguments, **more):
     """Their hidden states. list of [B, N, W, D]"""
     return [stage.hidden for stage in whole_stages_of(*arguments, **more)]
+
+
+RULES = [(None, False), (None, True), (7, True), (7, False), (1, True), (200, False)]
+"""(window, causal) of a layer."""
+
+
+def attended(length=40, branches=9, slots=4, drafted=8, dtype=torch.float64, documents=True):
+    """Queries, context, own rows and sight of random branches; two documents stand in each row."""
+    generator = torch.Generator().manual_seed(3)
+    def make(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+    queries, context, own = make(2, branches, slots, 6, 16), KV(make(2, length, 2, 16), make(2, length, 2, 16)), KV(make(2, branches, drafted, 2, 16), make(2, branches, drafted, 2, 16))
+    first = torch.where(torch.arange(branches) % 2 == 1, 17, 0).expand(2, -1) * documents
+    origin = first + torch.randint(0, length - 17, (2, branches), generator=generator)
+    origin[0, 0] = first[0, 0]  # sees nothing
+    return queries, context, own, Sight(origin, first)
+
+
+def attention_by_hand(queries, context, own, sight, window, causal):
+    """Branch by branch, plain softmax over the rows that it may see."""
+    drafted, slots, group = own.keys.shape[2], queries.shape[2], queries.shape[3] // context.keys.shape[2]
+    out = []
+    for row in range(len(queries)):
+        for branch in range(queries.shape[1]):
+            first, origin = int(sight.first[row, branch]), int(sight.origin[row, branch])
+            keys, values = (torch.cat([shared[row, first:origin], mine[row, branch]]).repeat_interleave(group, 1)
+                            for shared, mine in ((context.keys, own.keys), (context.values, own.values)))
+            at, place = origin + torch.arange(drafted - slots, drafted), torch.arange(first, origin + drafted)
+            seen = in_sight(LayerWindow(window, causal), at, place)
+            scores = torch.einsum("qhe,khe->hqk", queries[row, branch], keys) / 4
+            out.append(torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, float("-inf")).softmax(-1), values))
+    return torch.stack(out).unflatten(0, queries.shape[:2])
+
+
+@dataclass(frozen=True)
+class LayerWindow:
+    window: int | None
+    causal: bool
+
+
+@pytest.mark.parametrize("together", [3, 512])
+@pytest.mark.parametrize("window, causal", RULES)
+def test_attention_equals_plain_softmax_by_branch(window, causal, together, monkeypatch):
+    """Outputs and gradients, with branches that see nothing of the context, in groups of one branch and all at once."""
+    monkeypatch.setattr(attention, "QUERIES", together)
+    queries, context, own, sight = attended()
+    inputs = (queries, context.keys, context.values, own.keys, own.values)
+    ours, plain = loop_attention(queries, context, own, sight, 0.25, window=window, causal=causal), attention_by_hand(queries, context, own, sight, window, causal)
+    torch.testing.assert_close(ours, plain, **EXACT)
+    upstream = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(4))
+    for a, b in zip(torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(plain, inputs, upstream), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [None, 7])
+def test_blocks_see_what_parts_see(window, dtype):
+    """FlexAttention under the one rule: outputs and log-sum-exps, also where block masks are cut for the branches that are left."""
+    queries, context, _, sight = attended(length=200, branches=40, dtype=dtype)
+    # without gradients, which FlexAttention has on a GPU alone (test_gpu.py)
+    grouped = queries.detach().unflatten(3, (2, 3)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+    shared = [rows.detach().transpose(1, 2) for rows in (context.keys, context.values)]
+    for left in (40, 33):
+        blocks = context_in_blocks(grouped[:, :, :left], *shared, sight.take(left), range(4, 8), 0.25, window)
+        parts = context_in_parts(grouped[:, :, :left], *shared, sight.take(left), range(4, 8), 0.25, window)
+        for a, b in zip(blocks, parts, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert parts[1].isinf().any()  # somebody sees nothing
+
+
+def allocated(length, branches, drafted):
+    """Elements that attention allocates, forward and backward."""
+    queries, context, own, sight = attended(length, branches, 4, drafted, documents=False)
+    with Watch() as watch:
+        loop_attention(queries, context, own, sight, 0.25, causal=True).sum().backward()
+    return watch.elements
+
+
+def test_attention_grows_linearly_with_branches_and_drafted_tokens():
+    """Time and memory: what is allocated on the way is a constant and so much a branch, so much an own row."""
+    few, more, most = (allocated(60, branches, 8) for branches in (64, 128, 192))
+    assert most - more == pytest.approx(more - few, rel=0.05) and more < 2 * few
+    few, more, most = (allocated(60, 64, drafted) for drafted in (8, 16, 24))
+    assert most - more == pytest.approx(more - few, rel=0.05) and more < 2 * few
 
 
 def test_every_drafter_yaml_has_a_variant():

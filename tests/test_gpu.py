@@ -1,14 +1,12 @@
-"""What only an accelerator can show: block drafters at Qwen3-4B's size in bf16, and FlexAttention under the loop's own visibility rule."""
+"""What only an accelerator can show: block drafters at Qwen3-4B's size in bf16, and FlexAttention's gradients and memory."""
 
 import pytest
 import torch
 from conftest import composed
 
-from dloop_train.drafters.attention import loop_attention
+from dloop_train.drafters.attention import Sight, loop_attention
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import KV, Context, TargetSpec
-
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.gpu
@@ -39,30 +37,39 @@ def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
     assert outputs[1].isfinite().all() and (outputs[0] - outputs[1]).norm() < 0.05 * outputs[0].norm()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window, causal", [(None, False), (24, True), (24, False)])
-def test_flex_attention_under_the_same_rule(window, causal, device):
-    """One predicate on (branch, position) pairs, as a FlexAttention block mask and as the loop's dense one. Compiled on a GPU alone."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def test_blocks_equal_parts_with_their_gradients(window, causal):
+    """FlexAttention, compiled, against the dense masks of the same rule on the CPU; its forward on a CPU is in test_drafters.py."""
+    generator = torch.Generator().manual_seed(0)
+    length, branches, slots, drafted, heads, groups, size = 1024, 96, 8, 16, 8, 2, 64
+    shapes = [(2, branches, slots, heads, size), *[(2, length, groups, size)] * 2, *[(2, branches, drafted, groups, size)] * 2]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    origin, upstream = torch.randint(0, length, (2, branches), generator=generator), torch.randn(shapes[0], generator=generator)
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [value.to(device).requires_grad_() for value in values]
+        sight = Sight(origin.to(device), torch.zeros_like(origin, device=device))
+        queries, keys, rows, own_keys, own_rows = inputs
+        for left in (branches, branches - 17):  # the second time in a mask that is cut
+            output = loop_attention(queries[:, :left], KV(keys, rows), KV(own_keys[:, :left], own_rows[:, :left]), sight.take(left), size**-0.5, window=window, causal=causal)
+        results.append([output, *torch.autograd.grad(output, inputs, upstream[:, :left].to(device))])
+    for cpu, cuda in zip(*results, strict=True):
+        torch.testing.assert_close(cuda.cpu(), cpu, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_long_text_needs_no_dense_mask():
+    """4096 tokens, 512 origins of 8 slots, 32 heads: dense scores would take 4 GB in fp32, blocks take a tenth at most."""
     torch.manual_seed(0)
-    length, branches, slots, drafted, heads, groups, size = 256, 24, 8, 16, 8, 2, 64
-    make = lambda *shape: torch.randn(*shape, device=device, dtype=torch.float32)  # noqa: E731
-    queries, context, own = make(1, branches, slots, heads, size), KV(make(1, length, groups, size), make(1, length, groups, size)), \
-        KV(make(1, branches, drafted, groups, size), make(1, branches, drafted, groups, size))
-    origin = torch.randint(1, length, (1, branches), device=device)
-    dense = loop_attention(queries, context, own, origin, size**-0.5, window=window, causal=causal)
-    at = (origin[0, :, None] + torch.arange(drafted - slots, drafted, device=device)).flatten()  # positions of the queries
-    row = (origin[0, :, None] + torch.arange(drafted, device=device)).flatten()  # and of the own rows
-
-    def seen(batch, head, query, key):
-        branch, inside = query // slots, key < length
-        mine = (key - length) // drafted == branch
-        place = torch.where(inside, key, row[(key - length).clamp(min=0)])
-        behind = at[query] - place
-        allowed = torch.where(inside, place < origin[0, branch], mine & ((behind >= 0) | (not causal)))
-        return allowed if window is None else allowed & (behind.abs() < window)
-
-    mask = create_block_mask(seen, None, None, branches * slots, length + branches * drafted, device=device)
-    keys, values = (torch.cat([shared, mine.flatten(1, 2)], dim=1).transpose(1, 2) for shared, mine in ((context.keys, own.keys), (context.values, own.values)))
-    flex = (torch.compile(flex_attention) if device == "cuda" else flex_attention)(queries.flatten(1, 2).transpose(1, 2), keys, values, block_mask=mask, scale=size**-0.5, enable_gqa=True)
-    torch.testing.assert_close(flex.transpose(1, 2).unflatten(1, (branches, slots)), dense, rtol=2e-3, atol=2e-3)
+    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
+    queries, context, own = make(1, 512, 8, 32, 128), KV(make(1, 4096, 8, 128), make(1, 4096, 8, 128)), KV(make(1, 512, 8, 8, 128), make(1, 512, 8, 8, 128))
+    origin = torch.randint(1, 4096, (1, 512), device="cuda").sort().values
+    sight = Sight(origin, torch.zeros_like(origin))
+    loop_attention(queries, context, own, sight, 128**-0.5)  # compiles, and makes the mask
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loop_attention(queries, context, own, sight, 128**-0.5).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 0.4 * 2**30

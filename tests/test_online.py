@@ -10,7 +10,7 @@ from conftest import composed
 from test_pipeline import environment
 
 from dloop_train.data.online import OnlineSource, text_of
-from dloop_train.phases import artifacts, cache, generate, train
+from dloop_train.phases import artifacts, cache, generate, plan, train
 from dloop_train.runs import read_jsonl
 
 PAIRS = [("dflash", "tiny_llama"), ("eagle3", "tiny_qwen3"), ("mtp", "tiny_qwen35"), ("mtp_assistant", "tiny_gemma4")]
@@ -79,6 +79,15 @@ def test_long_texts_are_cut(sources):
 def test_features_are_rounded_as_on_disk(sources):
     disk, online = (sources(kind, "++cache.batch_tokens=1", "++cache.dtype=bfloat16") for kind in ("disk", "online"))
     same(ready(disk, [2, 4]), ready(online, [2, 4]), equal)
+    assert torch.equal(ready(online, [2]).features, ready(online, [2]).features.bfloat16().float())
+
+
+def test_a_dry_run_counts_no_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "measure_rate", lambda dtype: 1e12)
+    config = composed("+drafter=eagle3", "+target=qwen3_8b", f"root={tmp_path}", "features=online")
+    assert plan.estimate(config).fits and "the target runs in the training step" in plan.as_text(config, plan.estimate(config))
+    stored = composed("+drafter=eagle3", "+target=qwen3_8b", f"root={tmp_path}")
+    assert "choose features=online" in plan.as_text(stored, plan.estimate(stored))
 
 
 def test_online_stores_nothing_and_is_another_training(tmp_path, capsys):

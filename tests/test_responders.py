@@ -16,7 +16,7 @@ from conftest import composed
 from test_pipeline import environment, wait_for
 
 from dloop_train.config import SamplingConfig
-from dloop_train.data.responses import Response, read_responses
+from dloop_train.data.responses import Question, Response, read_responses
 from dloop_train.phases import artifacts, generate
 from dloop_train.runs import read_jsonl
 from dloop_train.targets import openai
@@ -168,6 +168,14 @@ def test_a_server_without_ids_is_read_by_its_text(server, tmp_path, capfd):
     assert all("\ufffd" in response.text for identity, response in own.items() if identity not in found)
     assert facts["left_out_for"] == {"its text says other ids than were sampled": 12 - len(found)} and facts["left_out"] == 12 - len(found)
     assert "returns no token ids" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("choice, ids", [({"text": "ab", "finish_reason": "stop", "stop_reason": None}, [68, 69, 2]), ({"text": "ab", "finish_reason": "length"}, [68, 69]),
+                                         ({"token_ids": [9, 2], "finish_reason": "stop"}, [9, 2]), ({"token_ids": [9], "finish_reason": "stop", "stop_reason": 2}, [9, 2])])
+def test_an_answer_that_ended_ends_with_its_stop_id(choice, ids, tiny):
+    reader = openai.Reader(composed("+drafter=dflash", "+target=tiny_llama").target, tiny.tokenizer)
+    read = reader.read(Question("q", "all", [5]), {"choices": [choice]})
+    assert read.response_ids == ids and read.finished == (ids[-1] == 2)
 
 
 def test_a_dead_server_is_named_and_nothing_is_lost(server, tiny, tmp_path):

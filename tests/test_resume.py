@@ -1,12 +1,24 @@
 """Laws of training on many ranks: stages agree, what is not finite changes nothing, a training that died goes on as if it had not."""
 
+import contextlib
+import itertools
+import json
+import os
+import subprocess
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
-from trainers import Died, nothing, on_ranks, optimiser_of, trainer, weights_of
+from safetensors.torch import load_file
+from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, weights_of
 
+from dloop_train.config import TrainConfig
+from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
+from dloop_train.training.engine import Validation, validation_is_due
+from dloop_train.training.plan import Plan
+from dloop_train.training.saves import checkpoint_bytes, last_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -19,14 +31,32 @@ def equal(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+def all_of(root, cases):
+    return [function(root / str(number), *arguments) for number, (function, *arguments) in enumerate(cases)]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Runs function(folder, *arguments) on two ranks: its folder, and what it returned on each. The quick cases share one start."""
+    held = {}
+
+    def found(*case):
+        if case not in held:
+            root, cases = tmp_path_factory.mktemp("ranks"), QUICK if case in QUICK else (case,)
+            ranks = on_ranks(2, all_of, root, cases)
+            held.update({one: (root / str(number), [returned[number] for returned in ranks]) for number, one in enumerate(cases)})
+        return held[case]
+    return found
+
+
 # What is not finite
 
 
-def skipping(root, precision):
+def skipping(root, precision, stages):
     """Sample 5 turns losses into NaN; what every step does to weights and optimiser."""
     found = {}
-    for stage in STAGES:
-        training = trainer(root / f"{precision}-{stage}", stage, poisoned=5, precision=precision)
+    for stage in stages:
+        training = trainer(root / str(stage), stage, poisoned=5, precision=precision)
         seen = []
 
         def look(step, drafter, training=training, seen=seen):
@@ -38,17 +68,102 @@ def skipping(root, precision):
     return found
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, tmp_path):
+@pytest.mark.parametrize("precision, stages", [("float32", (0, 3)), pytest.param("float32", (1, 2), marks=pytest.mark.slow), pytest.param("bfloat16", STAGES, marks=pytest.mark.slow)])
+def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, stages, start):
     """At every stage. One rank has the sample; both skip the step, and go on with the next one."""
-    for found in on_ranks(2, skipping, tmp_path, precision):
+    folder, ranks = start(skipping, precision, stages)
+    for found in ranks:
         for stage, (changed, standing, samples) in found.items():
             bad = [5 in indices for indices in samples]
             assert sum(bad) == standing.skipped == 2 and not bad[0], stage
             assert changed == [not skipped for skipped in bad[1:]], stage
-            rows = read_jsonl(tmp_path / f"{precision}-{stage}" / "skipped.jsonl")
+            rows = read_jsonl(folder / str(stage) / "skipped.jsonl")
             assert [row["step"] - 1 for row in rows] == [step for step in range(6) if bad[step]]
             assert all([micro["samples"] for micro in row["micro_batches"] if not micro["finite"]] == [["sample-5"]] for row in rows)
+
+
+def too_often(root):
+    try:
+        trainer(root, 1, poisoned=5, max_skipped=0).train()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_too_many_skipped_steps_stop_the_run_and_keep_the_checkpoint(tmp_path):
+    for said in on_ranks(2, too_often, tmp_path):
+        assert "train.max_skipped allows 0" in said and str(tmp_path / "skipped.jsonl") in said
+    bad = read_jsonl(tmp_path / "skipped.jsonl")[-1]["step"]
+    assert last_of(tmp_path / "checkpoints").step == (bad - 1) // 2 * 2 > 0
+
+
+# Stages and ranks
+
+
+def many_stages(root, kinds, settings):
+    """Log and weights at every stage, and how many numbers each step hands to collectives for its gradients."""
+    found = {}
+    for kind in kinds:
+        counted = []
+        with counting_numbers(counted):
+            weights = run(root / kind, **kind_of(kind), **settings)[0]
+        found[kind] = rows_of(root / kind), weights, sum(counted)
+    return found
+
+
+@contextlib.contextmanager
+def counting_numbers(counted):
+    """Sizes of what is reduced over ranks, the few sums of the log left out."""
+    names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
+    kept = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
+
+    def counting(function, number):
+        def call(*arguments, **named):
+            tensors = [value for value in (*arguments, *named.values()) if torch.is_tensor(value)]
+            counted.append(max(tensor.numel() for tensor in tensors) if max(tensor.numel() for tensor in tensors) > 100 else 0)
+            return function(*arguments, **named)
+        return call
+    try:
+        for name, function in kept.items():
+            setattr(torch.distributed, name, counting(function, name))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(torch.distributed, name, function)
+
+
+@pytest.mark.slow
+def test_stages_ranks_and_micro_batches_agree(tmp_path):
+    """fp32: one curve and one set of weights at every stage, on one, two and three ranks (four micro-batches: some ranks run none), with one micro-batch or four."""
+    kinds = ("0", "1", "2", "3")
+    runs = {}
+    for ranks, micro in ((1, 4), (1, 1), (2, 1), (3, 1)):
+        runs |= {(ranks, micro, kind): found for kind, found in on_ranks(ranks, many_stages, tmp_path / f"{ranks}-{micro}", kinds, {"micro_batch_size": micro})[0].items()}
+    reference_rows, reference, _ = runs[1, 4, "0"]
+    for name, (rows, weights, _) in runs.items():
+        for one, two in zip(rows, reference_rows, strict=True):
+            assert one == pytest.approx(two, rel=1e-5), name
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, reference[key], rtol=1e-4, atol=1e-6, msg=lambda text, name=name, key=key: f"{name}, {key}: {text}")
+
+
+@pytest.mark.slow
+def test_stages_agree_within_the_noise_of_bf16(tmp_path):
+    kinds = ("0-bf16", "1-bf16", "2-bf16", "3-bf16", "1")
+    runs = on_ranks(2, many_stages, tmp_path, kinds, {})[0]
+    for kind in kinds:
+        for (_, loss, norm), (_, wanted, wanted_norm) in zip(runs[kind][0], runs["1"][0], strict=True):
+            assert loss == pytest.approx(wanted, rel=2e-3) and norm == pytest.approx(wanted_norm, rel=0.05), kind
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_once_a_step_where_zero_allows(tmp_path):
+    """Stages 0 and 1 hand as many numbers to collectives with four micro-batches as with one; stages 2 and 3 divide gradients, and so reduce each."""
+    kinds, numbers = ("0", "1", "0-bf16", "1-bf16", "2"), {}
+    for micro in (2, 1):  # of four sequences on two ranks: one micro-batch, or two
+        numbers[micro] = {kind: found[2] for kind, found in on_ranks(2, many_stages, tmp_path / str(micro), kinds, {"micro_batch_size": micro})[0].items()}
+    assert all(numbers[1][kind] == numbers[2][kind] > 0 for kind in ("0", "1", "0-bf16", "1-bf16")), numbers
+    assert numbers[1]["2"] == 2 * numbers[2]["2"]
 
 
 # Going on
@@ -92,30 +207,160 @@ def kind_of(kind):
     return {"stage": int(stage), "offload": "offload" in more, "precision": "bfloat16" if "bf16" in more else "float32"}
 
 
-@pytest.mark.parametrize("kinds", [("1", "3"), pytest.param(("0", "2", "0-bf16", "1-bf16", "2-bf16", "3-bf16"), marks=pytest.mark.slow),
+@pytest.mark.parametrize("kinds", [("1",), pytest.param(("0", "2", "3", "0-bf16", "1-bf16", "2-bf16", "3-bf16"), marks=pytest.mark.slow),
                                    pytest.param(("1-offload", "2-offload", "3-offload", "2-offload-bf16", "3-offload-bf16"), marks=pytest.mark.slow)])
-def test_a_training_that_died_goes_on_as_if_it_had_not(kinds, tmp_path):
+def test_a_training_that_died_goes_on_as_if_it_had_not(kinds, start):
     """Two ranks, the middle of an epoch: weights, optimiser and log to the last bit."""
-    for found in on_ranks(2, going_on, tmp_path, kinds):
+    folder, ranks = start(going_on, kinds)
+    for found in ranks:
         for kind, ((weights, over, optimiser), (again, over_again, optimiser_again)) in found.items():
             assert over and over_again and equal(weights, again), kind
             assert all(torch.equal(a, b) for a, b in zip(optimiser, optimiser_again, strict=True)), kind
-            assert rows_of(tmp_path / f"whole-{kind}") == rows_of(tmp_path / f"parts-{kind}") and len(rows_of(tmp_path / f"parts-{kind}")) == 6
-            assert sorted(path.name for path in (tmp_path / f"parts-{kind}" / "checkpoints").glob("step-*")) == ["step-0000004", "step-0000006"]
+            assert rows_of(folder / f"whole-{kind}") == rows_of(folder / f"parts-{kind}") and len(rows_of(folder / f"parts-{kind}")) == 6
+            assert sorted(path.name for path in (folder / f"parts-{kind}" / "checkpoints").glob("step-*")) == ["step-0000004", "step-0000006"]
 
 
-def each(root, stages, validate, **settings):
-    return {stage: run(root / str(stage), stage, validate, **settings) for stage in stages}
+def each(root, stages, validate, precision):
+    return {stage: run(root / str(stage), stage, validate, precision=precision) for stage in stages}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
-def test_other_ranks_go_on_with_the_same_training(before, after, tmp_path):
+@pytest.mark.parametrize("before, after, precision, close", [(2, 1, "float32", (1e-5, 1e-7)), (1, 2, "float32", (1e-5, 1e-7)), (2, 1, "bfloat16", (1e-2, 1e-3))])
+def test_other_ranks_go_on_with_the_same_training(before, after, precision, close, tmp_path):
     """ZeRO's own checkpoints through the universal form, stage 0's as they are: fp32 weights as without interruption."""
-    whole = on_ranks(after, each, tmp_path / "whole", STAGES, nothing)[0]
-    on_ranks(before, each, tmp_path / "parts", STAGES, DieAt(5))
-    again = on_ranks(after, each, tmp_path / "parts", STAGES, nothing)[0]
+    whole = on_ranks(after, each, tmp_path / "whole", STAGES, nothing, precision)[0]
+    on_ranks(before, each, tmp_path / "parts", STAGES, DieAt(5), precision)
+    again = on_ranks(after, each, tmp_path / "parts", STAGES, nothing, precision)[0]
     for stage in STAGES:
         for name, weight in whole[stage][0].items():
-            torch.testing.assert_close(again[stage][0][name], weight, rtol=1e-5, atol=1e-7, msg=lambda text, stage=stage, name=name: f"stage {stage}, {name}: {text}")
+            torch.testing.assert_close(again[stage][0][name], weight, rtol=close[0], atol=close[1], msg=lambda text, stage=stage, name=name: f"stage {stage}, {name}: {text}")
         assert not list((tmp_path / "parts" / str(stage)).rglob("*.universal*"))
+
+
+# Stopping, validating, keeping the best
+
+
+class Scores:
+    """Validations with given scores; asks for a stop where it is told to. Sees a whole drafter."""
+
+    def __init__(self, scores, stop_at=None, folder=None):
+        self.scores, self.stop_at, self.folder, self.seen = list(scores), stop_at, folder, {}
+
+    def __call__(self, step, drafter):
+        self.seen[step] = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+        if step == self.stop_at:
+            (self.folder / "stop").touch()
+        return Validation({"score": self.scores[step]}, self.scores[step])
+
+
+def validating(root, stages):
+    return {stage: best_then_worse(root / str(stage), stage) for stage in stages}
+
+
+def best_then_worse(folder, stage):
+    """Scores that are best at step 2; a stop is asked for before step 4, then the training goes on until patience ends it at step 5."""
+    scores, settings = (1.0, 2.0, 3.0, 2.9, 2.8, 2.7, 9.0), {"patience": 3, "save_every": 100}
+    first = Scores(scores, stop_at=3, folder=folder)
+    stopped = run(folder, stage, first, **settings)[1]
+    steps = last_of(folder / "checkpoints").step
+    second = Scores(scores)
+    weights, over, _ = run(folder, stage, second, **settings)
+    return stopped, steps, over, first.seen, second.seen, weights
+
+
+@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
+def test_a_stop_saves_and_patience_ends_a_training(stages, start):
+    """The best weights are kept whole, whatever the stage; the count of worse validations survives the stop."""
+    folder, ranks = start(validating, stages)
+    for rank, found in enumerate(ranks):
+        for stage, (stopped, steps, over, before, after, weights) in found.items():
+            assert (stopped, steps, over) == (False, 4, True), stage
+            assert (list(before), list(after)) == ([0, 1, 2, 3, 4], [5]), stage
+            assert equal(after[5], ranks[0][stage][4][5]) and (rank or equal(after[5], weights)), stage
+            checkpoints = folder / str(stage) / "checkpoints"
+            assert equal(load_file(checkpoints / "best" / "weights.safetensors"), before[2]), stage
+            assert json.loads((checkpoints / "best" / "best.json").read_text()) == {"step": 2, "score": 3.0}
+            assert not (folder / str(stage) / "stop").exists() and last_of(checkpoints).step == 5
+
+
+QUICK = ((skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)))
+
+
+def test_validations_keep_to_their_share_of_the_time():
+    """By a clock: one that took 2 s may come again after 38 s of training."""
+    assert [since for since in range(100) if validation_is_due(TrainConfig(), 7, 2.0, since)] == list(range(38, 100))
+    assert [step for step in range(1, 10) if validation_is_due(TrainConfig(validate_every=4), step, 2.0, 1000.0)] == [4, 8]
+
+
+# Work for every rank
+
+
+def test_every_rank_gets_its_share_and_a_step_is_the_same_on_any_number_of_them():
+    plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4, micro_batch_size=1))
+    for step, ranks in itertools.product(range(plan.steps_per_epoch), (1, 2, 3, 4, 5, 7)):
+        shares = plan.shares(step, ranks)
+        assert len(shares) == ranks and all(len(share) == plan.turns(ranks) for share in shares)
+        assert sorted(index for share in shares for micro in share for index in micro) == sorted(plan.samples(step))
+    assert sorted(index for step in range(plan.steps_per_epoch) for index in plan.samples(step)) == list(range(len(LENGTHS)))
+
+
+def idle_share(shares, lengths):
+    """Of the ranks' time, where all wait for the slowest in every micro-batch: what is spent waiting."""
+    tokens = np.array([[sum(lengths[index] for index in micro) for micro in share] for share in shares])
+    return 1 - tokens.sum() / (len(shares) * tokens.max(0).sum()), tokens.sum(1).max() / tokens.sum(1).mean() - 1
+
+
+def test_ranks_have_as_many_tokens():
+    """On lengths as chats have them (log-normal, cut at 4096), 8 ranks: less waiting than with micro-batches dealt out in turn, and equal sums."""
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6.6, 0.9, 20_000), 4096).astype(int).tolist()
+    plan = Plan(tuple(lengths), TrainConfig(batch_size=128, micro_batch_size=2))
+    found = {"dealt": [], "shared": []}
+    for step in range(plan.steps_per_epoch):
+        micros = micro_batches(plan.samples(step), 2)
+        found["dealt"].append(idle_share([[*micros[rank::8], *[[]] * (8 - len(micros[rank::8]))][:8] for rank in range(8)], lengths))
+        found["shared"].append(idle_share(plan.shares(step, 8), lengths))
+    (dealt_idle, dealt_apart), (idle, apart) = (np.mean(found[name], axis=0) for name in ("dealt", "shared"))
+    assert idle <= dealt_idle and apart < dealt_apart / 4 and apart < 0.002, (dealt_idle, dealt_apart, idle, apart)
+
+
+# A full disk
+
+
+def saving(folder, more):
+    """A checkpoint at step 2; at step 4 the disk has `more` bytes above what the next one is thought to take."""
+    folder.mkdir()
+    filler, training = folder / "filler", trainer(folder, 1, save_every=2, keep=1)
+
+    def fill(step, drafter):
+        if step == 3:
+            room = os.statvfs(folder)
+            filler.write_bytes(bytes(room.f_bavail * room.f_frsize - checkpoint_bytes(training.drafter) - more))
+        return nothing(step, drafter)
+    try:
+        training.train(fill)
+    except OSError as error:
+        said = str(error)
+    filler.unlink()
+    weights, over, _ = run(folder, 1, save_every=2, keep=1)
+    return said, over, weights
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a few MB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more, says", [(-20_000, "a checkpoint needs"), (6_000, "could not be written")])
+def test_a_full_disk_keeps_the_last_checkpoint_and_the_rerun_goes_on(more, says, small_disk, tmp_path):
+    """Seen before the save, or in the middle of it."""
+    said, over, weights = on_ranks(1, saving, small_disk / "run", more)[0]
+    assert says in said and "make room" in said.lower() and over
+    assert equal(weights, on_ranks(1, run, tmp_path / "whole", 1)[0][0])

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import composed, make_drafter
+from conftest import Watch, composed, make_drafter
 from teaching import counting_batch
 
 from dloop_train.config import LogConfig
-from dloop_train.data.batches import TextBatch, micro_batches, plan_epoch
+from dloop_train.data.batches import TextBatch, micro_batches, packed, plan_epoch
 from dloop_train.drafters.chain import ChainDrafter
 from dloop_train.drafters.domino import Domino
 from dloop_train.drafters.dspark import DSpark
-from dloop_train.drafters.losses import hits, over_rows
+from dloop_train.drafters.losses import WIDE, hits, over_rows, row_losses
 from dloop_train.runs import read_jsonl
 from dloop_train.targets.head import TargetHead
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
@@ -242,21 +242,105 @@ def test_a_batch_without_origins_is_zero_and_finite(unrolled):
     assert loss.item() == 0 and all(g.isfinite().all() for g in gradients.values())
 
 
-def test_over_rows_gradient_in_forward():
-    weight = torch.randn(7, 5, dtype=torch.float64)
-    def function(hidden, tokens):
-        losses = torch.nn.functional.cross_entropy(hidden @ weight.T, tokens, reduction="none")
-        return losses.sum(), losses.detach().sum()[None]
+def test_chunks_with_their_gradients_equal_one_pass():
+    """Gradients taken chunk by chunk in the forward, of the rows and of a trained head, are those of plain autograd."""
     tokens = torch.arange(6)
     results = []
-    for chunk in (6, 2, 4):
+    for chunk in (None, 6, 2, 4):
+        weight = torch.linspace(-2, 1, 35, dtype=torch.float64).sin().view(7, 5).requires_grad_()
         hidden = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5).requires_grad_()
-        total, _ = over_rows(function, (hidden, tokens), chunk)
+        def function(hidden, tokens, weight=weight):
+            losses = torch.nn.functional.cross_entropy(hidden @ weight.T, tokens, reduction="none")
+            return losses.sum(), losses.detach().sum()[None]
+        total, _ = function(hidden, tokens) if chunk is None else over_rows(function, (hidden, tokens), chunk, head_weights=(weight,))
         (3 * total).backward()
-        results.append((total, hidden.grad))
-    for total, gradient in results[1:]:
-        torch.testing.assert_close(total, results[0][0])
-        torch.testing.assert_close(gradient, results[0][1])
+        results.append((total, hidden.grad, weight.grad))
+    for result in results[1:]:
+        for value, plain in zip(result, results[0], strict=True):
+            torch.testing.assert_close(value, plain)
+
+
+@pytest.mark.parametrize("mixture", [{"hard": 1.0}, {"soft": 1.0}, {"hard": 0.1, "apart": 1.8}, {"hard": 0.3, "soft": 0.5, "apart": 0.2}], ids=str)
+def test_row_losses_and_their_gradient_equal_autograds(mixture):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(5, 11, generator=generator, dtype=torch.float64) * 2 for _ in range(2))
+    tokens, scale = torch.tensor([0, 10, 3, 3, 7]), torch.arange(1.0, 6.0, dtype=torch.float64)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    losses, apart = row_losses(ours, tokens, teacher, **mixture)
+    said, meant = plain.softmax(-1), teacher.softmax(-1)
+    distance = 0.5 * (said - meant).abs().sum(-1)
+    expected = (mixture.get("hard", 0) * -said.log()[torch.arange(5), tokens] - mixture.get("soft", 0) * (meant * said.log()).sum(-1) + mixture.get("apart", 0) * distance)
+    torch.testing.assert_close(losses, expected)
+    if "apart" in mixture:
+        torch.testing.assert_close(apart, distance.detach())
+    (losses * scale).sum().backward()
+    (expected * scale).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("variant", ["dflash-shifted", "domino-shifted", "dspark-gated", "dspark-gemma4", "eagle3-reduced", "eagle3-gemma4", "mtp_assistant"])
+def test_logits_live_a_chunk_at_a_time(variant, taught_target):
+    """Forward and backward: never more than loss_rows rows of logits in one tensor, WIDE such tensors at once, and none behind the forward."""
+    drafter, rows = make_drafter(variant, taught_target), 7
+    batch = counting_batch(taught_target, drafter.shape.reads, count=4)
+    origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
+    unroll = Unroll(drafter, Terms(3), max_rows=rows)
+    widths = {drafter.shape.vocab_size, getattr(drafter.shape, "draft_vocab_size", drafter.shape.vocab_size)}
+    heights = {size for tensor in (*drafter.parameters(), drafter.head.lm_head_weight) for size in tensor.shape}
+    assert rows not in heights and drafter.shape.vocab_size not in drafter.norm.weight.shape
+    with Watch(widths, heights) as watch:
+        loss = unroll(batch, origins, unroll.weights(batch, origins), 0.0).loss
+        assert watch.alive() == 0 and watch.rows == rows
+        loss.backward()
+    assert watch.rows == rows and 0 < watch.peak <= WIDE * rows * max(widths)
+
+
+def uneven(batch, lengths):
+    """A batch cut to these lengths, padded with what no loss may see."""
+    inside = torch.arange(batch.tokens.shape[1]) < torch.tensor(lengths)[:, None]
+    kept = inside[..., None]
+    return TextBatch(batch.ids, batch.tokens * inside, batch.loss_mask & inside, batch.features * kept, batch.last_hidden * kept, lengths)
+
+
+def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
+    drafter = make_drafter(variant, taught_target)
+    batch = uneven(counting_batch(taught_target, drafter.shape.reads, count=4), (32, 9, 21, 26))
+    alone = [TextBatch((name,), *(rows[number:number + 1, :length] for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)))
+             for number, (name, length) in enumerate(zip(batch.ids, batch.lengths, strict=True))]
+
+    def result(*batches):
+        """Loss and gradients of micro-batches that share their weights."""
+        unroll = Unroll(make_drafter(variant, taught_target), Terms(3))
+        origins = [draw_origins(each, drafter.k, count=7, depth_exposure=3, seed=0, epoch=0) for each in batches]
+        totals = sum(unroll.weights(*each) for each in zip(batches, origins, strict=True))
+        loss = sum(unroll(*each, totals, 0.0).loss for each in zip(batches, origins, strict=True))
+        loss.backward()
+        return loss, {name: parameter.grad for name, parameter in unroll.named_parameters() if parameter.grad is not None}
+    packed_batch = packed(batch)
+    assert packed_batch.tokens.shape == (1, 88) and packed_batch.tokens[0, 41:62].tolist() == batch.tokens[2, :21].tolist()
+    padded, together, apart = result(batch), result(packed_batch), result(*alone)
+    same(padded, apart)
+    same(together, apart)
+
+
+def test_recomputing_stages_changes_no_digit(unrolled):
+    make, batch, origins = unrolled
+    kept, recomputed = loss_and_gradients(make(), batch, origins), loss_and_gradients(make(recompute=True), batch, origins)
+    assert torch.equal(kept[0], recomputed[0])
+    assert kept[1].keys() == recomputed[1].keys() and all(torch.equal(gradient, recomputed[1][name]) for name, gradient in kept[1].items())
+
+
+@pytest.mark.parametrize("variant", ["dflash-fill_in", "eagle3-reduced"])
+def test_recomputing_keeps_less_of_a_stage(variant, taught_target):
+    drafter, kept = make_drafter(variant, taught_target), []
+    batch = counting_batch(taught_target, drafter.shape.reads, count=4)
+    origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
+    for recompute in (False, True):
+        unroll, saved = Unroll(drafter, Terms(3), recompute=recompute), {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.update({tensor.data_ptr(): tensor.numel()}) or tensor, lambda tensor: tensor):
+            unroll(batch, origins, unroll.weights(batch, origins), 0.0)
+        kept.append(sum(saved.values()))
+    assert kept[1] < kept[0] / 2
 
 
 def test_learning_rate_in_closed_form():
@@ -295,6 +379,7 @@ def numbers(rows):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_resume_equals_uninterrupted(uninterrupted):
     """Stopped after three steps and continued: the same losses to the last digit."""
     root, whole = uninterrupted

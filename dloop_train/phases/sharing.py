@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from dloop_train.ranks import rank, world_size
 
-LOOK_AGAIN = 0.5
+LOOK_AGAIN = 1.0
 """Seconds between looks at what the other ranks have made."""
 
 

@@ -64,17 +64,17 @@ class StepCost:
 
 
 def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
-              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0) -> StepCost:
+              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
-    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step.
+    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights.
     """
     element = 2 if train.precision == "bfloat16" else 4
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
     work, held = forward_backward(drafter, counts, again), held_for_backward(drafter, counts, element, again)
     tokens = counts.sequences * counts.length
     inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
-    terms = [Term("target features", forward=micro_batches * target_flops, held=inputs, moved=micro_batches * tokens * row_bytes)]
+    terms = [Term("target features", forward=micro_batches * target_flops, held=inputs + target_bytes, moved=micro_batches * tokens * row_bytes)]
     terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
               for name, stage in dict.fromkeys([*work, *held])]
     working = working_space(drafter, counts, held, train.loss_rows, element)

@@ -1,6 +1,8 @@
 """Engine: DeepSpeed around Unroll - the step loop, what is skipped, when to validate, save and stop."""
 
+import contextlib
 import copy
+import io
 import json
 import math
 import time
@@ -208,7 +210,8 @@ class Trainer:
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
         weights = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
         origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
-        wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and self.validation_is_due()]
+        due = validation_is_due(self.settings, self.step + 1, self.standing.validation_seconds, time.perf_counter() - self.validated)
+        wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and due]
         both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, *wanted]).to(weights)]))
         tokens, origins, stop, validate = both[len(TERMS):].tolist()
         return Agreed(both[:len(TERMS)], tokens, origins, bool(stop), bool(validate))
@@ -264,16 +267,11 @@ class Trainer:
 
     # Validation
 
-    def validation_is_due(self) -> bool:
-        """After the step that begins now; asked of the first rank alone, whose clock decides."""
-        if self.settings.validate_every:
-            return (self.step + 1) % self.settings.validate_every == 0
-        cost, share = self.standing.validation_seconds, self.settings.validate_share
-        return time.perf_counter() - self.validated >= cost * (1 / share - 1)
-
     def validate(self, validate: Validate) -> None:
         started = time.perf_counter()
         found = validate(self.step, self.whole_drafter())
+        if self.twin is not None:
+            self.twin.to("cpu")
         self.log.validation(self.step, found.row)
         if self.step == 0:
             self.standing = replace(self.standing, start_score=found.score)
@@ -301,6 +299,13 @@ class Trainer:
         return 0 < self.settings.patience <= self.standing.worse
 
 
+def validation_is_due(settings: TrainConfig, step: int, seconds: float, since: float) -> bool:
+    """Whether to validate after a step: at a validation's `seconds`, `since` seconds after the last one. The first rank's clock decides."""
+    if settings.validate_every:
+        return step % settings.validate_every == 0
+    return since >= seconds * (1 / settings.validate_share - 1)
+
+
 def twin_of(drafter: Drafter) -> Drafter:
     """A copy that shares the target's head."""
     return copy.deepcopy(drafter, {id(drafter.head): drafter.head})
@@ -322,7 +327,8 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
               "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, settings.beta2], "weight_decay": settings.weight_decay, "torch_adam": True}}}
     if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    engine, *_ = deepspeed.initialize(model=unroll, model_parameters=trained, config=config)
+    with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimiser prints its memory line by line
+        engine, *_ = deepspeed.initialize(model=unroll, model_parameters=trained, config=config)
     return engine
 
 

@@ -117,6 +117,6 @@ def start_wandb(folder: Path, settings: LogConfig, *, group: str, job: str, conf
     os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # where artifacts wait for their upload
     import wandb
     key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
-    mode = ("online" if key else "offline") if settings.mode == "auto" else settings.mode
+    mode = os.environ.get("WANDB_MODE", "online" if key else "offline") if settings.mode == "auto" else settings.mode
     return wandb.init(project=settings.project, name=f"{group} {job}", id=f"{group}-{job}", resume="allow", group=group, job_type=job, mode=mode, dir=str(folder),
                       config=config, settings=wandb.Settings(silent=True, console="off"))

@@ -1,15 +1,16 @@
 """Saves: checkpoints on disk. Each is there whole or not at all; the last few and the best are kept; any number of ranks reads them."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -85,16 +86,12 @@ class Checkpoints:
         if rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.require_room(drafter)
-        try:
+        with writing(f"the checkpoint of step {step}", self.folder):
             engine.save_checkpoint(str(self.folder), tag=beside.name, client_state=state, save_latest=False)
             self.write_weights(drafter, beside / WEIGHTS, {})
             barrier()
             if local_rank() == 0:  # what the ranks of this machine wrote
                 flush(beside.rglob("*"))
-        except (OSError, RuntimeError) as error:  # torch calls a full disk a RuntimeError
-            free = shutil.disk_usage(self.folder).free / 1e9
-            raise OSError(f"the checkpoint of step {step} could not be written to {self.folder} ({free:.3g} GB free): {error}\n"
-                          f"the checkpoint before it is kept; make room and run the same command again") from error
         barrier()
         if rank() == 0:
             os.replace(beside, self.folder / tag)
@@ -106,9 +103,7 @@ class Checkpoints:
 
     def require_room(self, drafter: Drafter) -> None:
         """Stop before a save that cannot end well."""
-        sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in drafter.parameters()]
-        needed = sum(count * (2 * size + STATE_BYTES * trained) for count, size, trained in sizes)  # DeepSpeed keeps the weights, and so do we
-        free = shutil.disk_usage(self.folder).free
+        needed, free = checkpoint_bytes(drafter), shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(f"{self.folder} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB; "
                           f"the last one is kept. Make room or lower train.keep ({self.keep}), and run the same command again")
@@ -123,7 +118,8 @@ class Checkpoints:
         path = self.folder / BEST / WEIGHTS
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{WEIGHTS}")
-        self.write_weights(drafter, beside, {"format": "pt", "step": str(best.step), "score": repr(best.score)})
+        with writing(f"the best weights, of step {best.step},", self.folder):
+            self.write_weights(drafter, beside, {"format": "pt", "step": str(best.step), "score": repr(best.score)})
         if rank() == 0:
             flush([beside])
             os.replace(beside, path)
@@ -146,6 +142,7 @@ class Checkpoints:
     def load(self, engine, last: Last, *, universal: bool) -> dict:
         """Fill the engine; returns what was saved as `state`."""
         tag = last.tag + UNIVERSAL * universal
+        check((self.folder / tag).is_dir(), f"{self.folder / POINTER} names {tag}, which is not there; bring it back, or delete {self.folder} to start anew")
         path, state = engine.load_checkpoint(str(self.folder), tag=tag)
         check(path is not None, f"{self.folder / tag} could not be loaded; delete {self.folder / POINTER} to start anew")
         barrier()
@@ -165,6 +162,23 @@ def convert(checkpoint: Path, universal: Path) -> None:
     check(result.returncode == 0, f"{checkpoint} could not be converted for {world_size()} rank(s); go on with as many ranks as before.\n{result.stderr[-2000:]}")
     os.replace(beside, universal)
     (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """A full disk has many names: torch says RuntimeError, safetensors has its own."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(folder).free / 1e9
+        raise OSError(f"{what} could not be written to {folder} ({free:.3g} GB free): {error}\n"
+                      f"the last checkpoint is kept; make room and run the same command again") from error
+
+
+def checkpoint_bytes(drafter: Drafter) -> int:
+    """What a checkpoint takes on disk, about: DeepSpeed keeps the weights and the optimiser, and the weights lie beside them once more."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in drafter.parameters()]
+    return sum(count * (2 * size + STATE_BYTES * trained) for count, size, trained in sizes)
 
 
 def flush(paths: Iterable[Path]) -> None:

@@ -1,6 +1,7 @@
 """Unroll: the drafting loop under teacher forcing, which is what DeepSpeed wraps. The same begin and stage as decoding."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,12 +41,14 @@ class Terms:
         return depth == stage  # intermediate stages lend hidden states alone
 
 
-@dataclass(frozen=True)
-class UnrollResult:
-    """Sums of one micro-batch; the loss is already divided by the weights of the whole optimiser step."""
+class UnrollResult(NamedTuple):
+    """Sums of one micro-batch; the loss is already divided by the weights of the whole optimiser step.
+
+    A tuple, because DeepSpeed looks for the loss in tuples, lists and dicts alone: what it does before a backward pass hangs on it.
+    """
 
     loss: Tensor
-    sums: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    sums: dict[str, tuple[Tensor, Tensor]]
 
 
 def masked(labels: Labels, branches: Tensor) -> Labels:

@@ -49,7 +49,7 @@ class PlainUnroll(nn.Module):
             losses = slot_losses(drafter, said, meant, labels, drafter.confidence(stage, anchors, labels.tokens))
             share = self.terms.share(term) / totals[("first", "last").index(term)].clamp(min=1e-9)
             loss = loss + (share * (losses * labels.mask * slots).sum()).to(losses.dtype)
-        return UnrollResult(loss)
+        return UnrollResult(loss, {})
 
 
 def compares(drafter: Drafter) -> bool:

@@ -1,0 +1,138 @@
+"""Validation: shared out over ranks it is the same, it predicts what evaluation would, and it chooses checkpoint and threshold."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import composed, make_drafter, tiny_config
+from trainers import on_ranks, trainer
+
+from dloop_train.data.responses import Response
+from dloop_train.decoding.costs import Costs
+from dloop_train.decoding.gates import Always, DLoop, Never
+from dloop_train.decoding.replay import Replay
+from dloop_train.phases import artifacts
+from dloop_train.phases.evaluate import settings_of
+from dloop_train.phases.export import gate_of
+from dloop_train.phases.replaying import candidates, fastest, sweep
+from dloop_train.phases.validation import BINS, Validator, chosen_threshold, gate_scores, predictions
+from dloop_train.runs import write_atomic, write_jsonl
+from dloop_train.targets.responders import decode_plain
+from dloop_train.targets.sources import load_target
+from dloop_train.training.engine import Validation
+from dloop_train.training.metrics import flat
+from dloop_train.training.saves import weights_of
+
+COSTS = Costs(draft_first=0.01, draft_more=0.004, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1)
+RUN = ("+drafter=dflash", "+target=tiny_llama", "++drafter.width=4", "++train.precision=float32", "++train.depth_exposure=2", "++train.origins=3")
+
+
+def record(scores, accepted, k=2):
+    """A replay of len(accepted) positions, none of which ends early."""
+    count = len(accepted)
+    return Replay(k, len(scores[0]), count, 99, torch.tensor(scores), torch.tensor(accepted), torch.full((count,), 99), torch.zeros(count, dtype=torch.bool))
+
+
+def prepared(root):
+    """A run's validation responses, and its cost table, so that no clock enters."""
+    config = composed(*RUN, f"root={root}")
+    target = load_target(config.target, dtype="float32", device="cpu")
+    prompts = [list(range(60 + 7 * number, 72 + 7 * number)) for number in range(3)]
+    rows = [Response(f"prompt-{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "").row() for number, ids in enumerate(prompts)]
+    write_jsonl(artifacts.responses(config).folder / "validation.jsonl", rows)
+    write_atomic(artifacts.run_folder(config) / "costs.json", json.dumps(COSTS.row()))
+    return config
+
+
+def validated(root):
+    config = composed(*RUN, f"root={root}")
+    drafter = make_drafter("dflash-shifted", load_target(tiny_config(), dtype="float32", device="cpu"), dtype=torch.float32)
+    found = Validator(config)(4, drafter)
+    return found.score, {name: value for name, value in found.row.items() if name != "seconds"}
+
+
+def test_ranks_share_the_responses_and_agree(tmp_path):
+    """Three responses on two ranks: one of them has nothing to do in the second turn."""
+    prepared(tmp_path)
+    (score, row), = on_ranks(1, validated, str(tmp_path))
+    for shared in on_ranks(2, validated, str(tmp_path)):
+        assert shared[0] == score and flat("row", shared[1]) == pytest.approx(flat("row", row), rel=1e-6)
+    assert row["loss_first"] > 0 and row["loss_last"] > 0 and len(row["accuracy_first"]) == 4
+    assert sum(row["gate_score_histogram"]) == 36 and row["threshold"] in candidates(DLoop(threshold="replay"), [-0.25, -0.5, -0.75, -1.0])
+
+
+def test_the_score_is_that_of_the_fastest_threshold():
+    """A gate that drafts on pays where blocks are accepted whole; the highest of equally fast thresholds is taken, the paper's before others."""
+    sure = record([[-0.3, -0.3]] * 9, [4] * 9)
+    row, score = predictions([sure], DLoop(threshold="replay"), [-0.25, -0.75, -1.0], COSTS, k=2, stages=2)
+    by_hand = sweep([sure], [-0.25, -0.5, -0.75, -1.0], COSTS, 2, 2)["sweep"]
+    assert score == max(point["tokens_per_second"] for point in by_hand) > by_hand[0]["tokens_per_second"]
+    assert row["threshold"] == -0.5 and row["tokens_per_second_gated"] == score and row["by_threshold"]["-0.25"]["stages"] == 1
+    assert fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"] == -0.25
+    vain = record([[-0.3, -0.3]] * 9, [0] * 9)
+    assert predictions([vain], DLoop(threshold="replay"), [-0.25], COSTS, k=2, stages=2)[0]["threshold"] == -0.25
+
+
+@pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4), 2)], ids=str)
+def test_a_given_gate_is_simulated_as_it_is(gate, stages):
+    row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2, stages=2)
+    assert row["stages_gated"] == stages and row["threshold"] == getattr(gate, "threshold", None) and score == row["tokens_per_second_gated"]
+
+
+def test_scores_are_counted_with_the_fate_of_their_blocks():
+    found = gate_scores([record([[0.0, 0.0], [-0.01, 0.0], [-9.0, 0.0]], [2, 1, 0])])
+    assert found["gate_score_histogram"] == [1, *[0] * (BINS - 2), 2] and found["gate_calibration"] == [0, *[None] * (BINS - 2), 0.5]
+
+
+SCORES = {0: 9.0, 2: 3.0, 4: 5.0, 6: 4.0}
+
+
+def scored(step, drafter):
+    return Validation({}, SCORES[step])
+
+
+def trained_and_exported(root):
+    one = trainer(root / "run", 0, steps=6, validate_every=2, keep=9)
+    one.train(scored)
+    return {checkpoint: weights_of(root / "run" / "checkpoints", checkpoint)[1] for checkpoint in ("best", "last", "2")}
+
+
+def test_the_best_checkpoint_is_that_of_the_highest_score_after_the_first_step(tmp_path):
+    (found,) = on_ranks(1, trained_and_exported, tmp_path)
+    assert found == {"best": 4, "last": 6, "2": 2}
+    with pytest.raises(ValueError, match="train.keep"):
+        weights_of(tmp_path / "run" / "checkpoints", "3")
+
+
+def test_an_export_names_the_threshold_of_its_step(tmp_path):
+    config = composed(*RUN, f"root={tmp_path}")
+    folder = artifacts.run_folder(config)
+    write_jsonl(folder / "validation.jsonl", [{"step": 0, "threshold": -1.0}, {"step": 4, "threshold": -0.25}, {"step": 6}])
+    assert [chosen_threshold(folder, step) for step in (0, 4, 6)] == [-1.0, -0.25, None]
+    assert gate_of(config, 4).threshold == -0.25 and gate_of(config, 4).paper_threshold == -0.5
+    with pytest.raises(ValueError, match="has none at step 6"):
+        gate_of(config, 6)
+    fixed = composed(*RUN, f"root={tmp_path}", "++gate.threshold=-0.6")
+    assert gate_of(fixed, 6).threshold == -0.6
+
+
+def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_beside(tmp_path):
+    config = composed(*RUN, f"root={tmp_path}", "++drafter.init=released")
+    write_jsonl(artifacts.run_folder(config) / "validation.jsonl", [{"step": 0, "threshold": -1.0}])
+    for name, threshold in (("trained", -0.25), ("other", -0.75)):
+        write_atomic(tmp_path / name / "config.json", json.dumps({"dloop": {"threshold": threshold}}))
+    folders = {"untouched": tmp_path / "released", "trained": tmp_path / "trained", "other": tmp_path / "other"}
+    settings = {setting.label: getattr(setting.gate, "threshold", None) for setting in settings_of(config, folders)}
+    assert settings == {"plain decoding": None, "untouched S=1": None, "untouched + gate": -1.0, "trained S=1": None, "trained + gate (DLoop)": -0.25,
+                        "other S=1": None, "other + gate": -0.75, "trained + gate -0.5": -0.5}
+    fixed = replace(config, gate=DLoop(threshold=-0.5))
+    assert {setting.gate.threshold for setting in settings_of(fixed, folders) if isinstance(setting.gate, DLoop)} == {-0.5}
+
+
+def test_without_validation_responses_a_threshold_must_be_given(tmp_path):
+    config = prepared(tmp_path)
+    with pytest.raises(ValueError, match="set gate.threshold=-0.5"):
+        Validator(replace(config, train=replace(config.train, validate_prompts=0)))
+    silent = Validator(replace(config, gate=Never(), train=replace(config.train, validate_prompts=0)))
+    assert silent(0, None) == Validation({})

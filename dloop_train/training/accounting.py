@@ -83,7 +83,7 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: Tra
 
 
 def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float) -> list[Term]:
-    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch take the place that the graph [bytes] leaves; later ones find them there."""
+    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch, and the fp32 copies of bf16 ones, take the place that the graph [bytes] leaves."""
     numbers = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     held = state_bytes(trained, precision=precision, stage=deepspeed.stage, offload=deepspeed.offload, ranks=ranks)
@@ -91,8 +91,9 @@ def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ra
     # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
     travels = (ranks - 1) / ranks * trained * element
     gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
+    standing, late = (held["gradients"] if micro_batches > 1 else 0.0), (held["gradients"] if micro_batches == 1 else 0.0) + updated * (4 if element == 2 else 0)
     return [Term("weights", held=held["weights"] + (numbers - trained) * element, moved=gathered),
-            Term("gradients", held=held["gradients"] if micro_batches > 1 else max(0.0, held["gradients"] - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
+            Term("gradients", held=standing + max(0.0, late - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
             Term("optimiser", forward=UPDATE_FLOPS * updated, held=held.get("optimiser", 0.0), moved=UPDATE_BYTES * updated)]
 
 

@@ -157,9 +157,9 @@ class TrainConfig:
     def __post_init__(self):
         check(self.depth_exposure >= 0, f"train.depth_exposure must not be negative, got {self.depth_exposure}")
         check(self.stages in ("first_last", "all", "last"), f"train.stages must be first_last, all or last, got {self.stages!r}")
-        for name in ("batch_size", "micro_batch_size", "save_every", "keep", "log_every"):
+        for name in ("batch_size", "micro_batch_size", "loss_rows", "save_every", "keep", "log_every"):
             check(getattr(self, name) >= 1, f"train.{name} must be positive, got {getattr(self, name)}")
-        for name in ("validate_every", "patience", "max_skipped"):
+        for name in ("validate_every", "validate_prompts", "patience", "max_skipped"):
             check(getattr(self, name) >= 0, f"train.{name} must not be negative, got {getattr(self, name)}")
         check(0 < self.validate_share < 1, f"train.validate_share must be between 0 and 1, got {self.validate_share}")
         check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")

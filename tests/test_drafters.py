@@ -1,7 +1,9 @@
 """Laws of every drafter: unrolled training is stage-by-stage decoding, nothing leaks, branches are independent, files round-trip."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import VARIANTS, Watch, make_drafter, settings_of, shape_of
@@ -104,6 +106,31 @@ def test_blocks_see_what_parts_see(window, dtype):
         for a, b in zip(blocks, parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert parts[1].isinf().any()  # somebody sees nothing
+
+
+@pytest.mark.slow
+def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
+    """As a GPU compiles them, but for the kernels. Beyond torch's limit FlexAttention would hold all scores, and say nothing."""
+    compiled = Counter()
+
+    def compile_counted(function, **settings):
+        def backend(module, examples):
+            compiled[function.__name__] += 1
+            return module.forward
+        return compile_by_torch(function, backend=backend, **settings)
+    compile_by_torch = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_counted)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    whole = attention.flex.__wrapped__(True)
+    monkeypatch.setattr(attention, "flex", lambda compiled: whole)
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        length, branches = int(generator.integers(60, 900)), int(generator.integers(3, 60))
+        queries, context, _, sight = attended(length=length, branches=branches, dtype=torch.float32)
+        grouped = queries.detach().unflatten(3, (2, 3)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
+        for left in dict.fromkeys((branches, branches * 2 // 3, branches // 3)):
+            context_in_blocks(grouped[:, :, :left], context.keys.detach().transpose(1, 2), context.values.detach().transpose(1, 2), sight.take(left), range(4, 8), 0.25, None)
+    assert 8 < compiled["flex_attention"] < attention.FORMS / 4 and compiled["create_block_mask"] < attention.FORMS / 4
 
 
 def allocated(length, branches, drafted):

@@ -18,7 +18,7 @@ from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
 from dloop_train.training.engine import Validation, validation_is_due
 from dloop_train.training.plan import Plan
-from dloop_train.training.saves import checkpoint_bytes, last_of
+from dloop_train.training.saves import best_of, checkpoint_bytes, last_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -283,7 +283,37 @@ def test_a_stop_saves_and_patience_ends_a_training(stages, start):
             assert not (folder / str(stage) / "stop").exists() and last_of(checkpoints).step == 5
 
 
-QUICK = ((skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)))
+class DieAfter(Scores):
+    """Scores of a training that is killed at the end of a step's validation."""
+
+    def __call__(self, step, drafter):
+        if step == self.stop_at:
+            raise Died
+        return super().__call__(step, drafter)
+
+
+def thrown_back(root):
+    """Best at step 3, killed in the validation of step 4 with a checkpoint of step 2 alone; and the same without a kill."""
+    scores, settings = (1.0, 2.0, 2.5, 3.0, 2.9, 2.8, 2.7), {"patience": 2}
+    assert run(root / "parts", 0, DieAfter(scores, stop_at=4), **settings) is None
+    after_kill = last_of(root / "parts" / "checkpoints").step, best_of(root / "parts" / "checkpoints").step
+    found = {}
+    for name in ("parts", "whole"):
+        weights, over, _ = run(root / name, 0, Scores(scores), **settings)
+        found[name] = weights, over, last_of(root / name / "checkpoints").step, best_of(root / name / "checkpoints"), read_jsonl(root / name / "validation.jsonl")
+    return after_kill, found
+
+
+def test_a_training_that_is_thrown_back_behind_its_best_weights_keeps_what_was_said_of_them(start):
+    _, ranks = start(thrown_back)
+    after_kill, found = ranks[0]
+    (weights, *parts), (whole_weights, *whole) = found["parts"], found["whole"]
+    assert after_kill == (2, 3) and equal(weights, whole_weights) and parts == whole
+    _, last, _, rows = parts
+    assert last == 5 and [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+
+
+QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)))
 
 
 def test_validations_keep_to_their_share_of_the_time():

@@ -20,7 +20,8 @@ from dloop_train.drafters.chain import ChainDrafter
 from dloop_train.drafters.domino import Domino
 from dloop_train.drafters.dspark import DSpark
 from dloop_train.drafters.losses import WIDE, hits, over_rows, row_losses
-from dloop_train.runs import read_jsonl
+from dloop_train.phases.train import finished
+from dloop_train.runs import read_jsonl, write_atomic
 from dloop_train.targets.head import TargetHead
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
 from dloop_train.training.metrics import MetricLog
@@ -425,14 +426,26 @@ def test_base_epochs_are_the_base_recipe_and_loop_aware_steps_follow(uninterrupt
 
 def test_a_resumed_log_holds_each_step_once(tmp_path):
     """Rows past the checkpoint go; a training that begins anew, validation at step 0 included, keeps nothing."""
-    def steps(start, *new):
-        log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start)
+    def steps(start, *new, best=None):
+        log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start, best=best)
         for step in new:
             log.validation(step, {"tau": 1.0})
         return [row["step"] for row in read_jsonl(tmp_path / "validation.jsonl")]
     assert steps(0, 0, 3, 6) == [0, 3, 6]
     assert steps(3, 6) == [0, 3, 6]
-    assert steps(0, 0) == [0]
+    assert steps(3, best=6) == [0, 3, 6] == steps(3, 6, best=6) and steps(3, 4, best=6) == [0, 3, 4, 6]
+    assert steps(0, 0, best=6) == [0]
+
+
+def test_a_training_that_began_anew_is_not_over_because_another_was(tmp_path):
+    """Who deletes the pointer to start anew leaves the old note behind."""
+    config = composed("+drafter=eagle3", "+target=smollm2_135m", f"root={tmp_path}")
+    checkpoints = tmp_path / "runs" / "test" / "checkpoints"
+    write_atomic(checkpoints / "done.json", json.dumps({"step": 6}))
+    assert not finished(config)
+    for step in (2, 6):
+        write_atomic(checkpoints / "last.json", json.dumps({"tag": f"step-{step:07d}", "step": step, "world_size": 1}))
+        assert finished(config) == (step == 6)
 
 
 def test_changed_settings_are_refused(uninterrupted):

@@ -15,7 +15,7 @@ from dloop_train.ranks import initialise_distributed
 from dloop_train.targets.sources import load_target
 from dloop_train.training.engine import Trainer, Validation
 from dloop_train.training.metrics import MetricLog
-from dloop_train.training.saves import last_of, whole_weights
+from dloop_train.training.saves import best_of, last_of, whole_weights
 from dloop_train.types import Sample
 
 LENGTHS = (14, 30, 22, 18, 34, 26, 16, 28, 20, 24, 32)
@@ -67,8 +67,8 @@ def trainer(folder, stage, *, offload=False, poisoned=None, variant="dflash-shif
                               "precision": "float32", "validate_every": 1} | train)
     folder.mkdir(parents=True, exist_ok=True)
     drafter = make_drafter(variant, target, dtype=torch.float32).train()
-    last = last_of(folder / "checkpoints")
-    log = MetricLog(folder, LogConfig(mode="disabled"), name="test", config={}, start=last.step if last else 0)
+    last, best = last_of(folder / "checkpoints"), best_of(folder / "checkpoints")
+    log = MetricLog(folder, LogConfig(mode="disabled"), name="test", config={}, start=last.step if last else 0, best=best.step if best else None)
     source = source or Samples(target, shape_of(variant, target).reads, poisoned)
     return Trainer(drafter, source, settings, DeepSpeedConfig(stage, offload), folder / "checkpoints", log)
 

@@ -163,10 +163,18 @@ class Flex:
     mask: Any
 
 
+FORMS = 64
+"""Compiled forms of one of these functions at most. Batches and stages of all sizes need about ten, twice as many with and without gradients."""
+
+
 @cache
 def flex(compiled: bool) -> Flex:
+    """Compiled in full: what is left uncompiled, also behind the limit of forms, would hold all scores at once and tell nobody."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    return Flex(torch.compile(flex_attention), torch.compile(create_block_mask)) if compiled else Flex(flex_attention, create_block_mask)
+    if not compiled:
+        return Flex(flex_attention, create_block_mask)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)  # of torch 2.11 to 2.13 only the last takes it with the function
+    return Flex(torch.compile(flex_attention, fullgraph=True), torch.compile(create_block_mask, fullgraph=True))
 
 
 class _ContextAttention(torch.autograd.Function):

@@ -23,8 +23,10 @@ from dloop_train.targets.sources import load_head, load_spec
 from dloop_train.training.engine import Trainer
 from dloop_train.training.initialise import initialise_from_target
 from dloop_train.training.metrics import MetricLog
-from dloop_train.training.saves import last_of
+from dloop_train.training.saves import best_of, last_of
 
+DONE = "done.json"
+"""Beside the checkpoints: the step at which the training was over."""
 FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows", "pack", "recompute")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
 
@@ -80,9 +82,10 @@ def require_division(found: dict | None, wanted: dict, folder: Path) -> None:
 
 
 def finished(config: Config) -> bool:
-    """Whether the last checkpoint is that of the last step."""
+    """Whether the last checkpoint is the one that a training ended with; another may have begun anew beside its note."""
     folder = artifacts.run_folder(config) / "checkpoints"
-    return last_of(folder) is not None and (folder / "done.json").is_file()
+    last, done = last_of(folder), folder / DONE
+    return last is not None and done.is_file() and json.loads(done.read_text())["step"] == last.step
 
 
 def make_drafter(config: Config) -> Drafter:
@@ -124,15 +127,14 @@ def train(config: Config) -> bool:
     if isinstance(source, OnlineSource):
         drafter.borrow(TargetHead.of(source.target))  # one copy of the two largest matrices
     checkpoints = folder / "checkpoints"
-    last = last_of(checkpoints)
-    log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0)
+    last, best = last_of(checkpoints), best_of(checkpoints)
+    log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0, best=best.step if best else None)
     trainer = Trainer(drafter, source, config.train, config.deepspeed, checkpoints, log)
     say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
     over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
     if over and rank() == 0:
-        write_atomic(checkpoints / "done.json", json.dumps({"step": trainer.step}))
+        write_atomic(checkpoints / DONE, json.dumps({"step": trainer.step}))
     log.close()
     barrier()  # whoever leaves first with an exit code ends the others
     return over
-

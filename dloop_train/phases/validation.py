@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dloop_train.config import Config, check
+from dloop_train.config import Config
 from dloop_train.data.batches import TextBatch, collate
 from dloop_train.data.online import read_batch, text_of
 from dloop_train.data.responses import Response, read_responses
@@ -20,7 +20,7 @@ from dloop_train.decoding.replay import Replay, walk_gate
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
-from dloop_train.ranks import barrier, gather_over_ranks, rank, world_size
+from dloop_train.ranks import gather_over_ranks, rank, world_size
 from dloop_train.runs import read_jsonl, write_atomic
 from dloop_train.targets.sources import as_dtype, load_target
 from dloop_train.targets.target import Target
@@ -45,9 +45,10 @@ class Validator:
         self.config, self.folder = config, artifacts.run_folder(config)
         answered = read_responses(artifacts.responses(config).folder, "validation")[: config.train.validate_prompts]
         self.responses = [response for response in answered if len(response.response_ids) > 1]  # one token leaves nothing to draft
-        check(not config.gate.by_replay or bool(self.responses), "gate.threshold=replay chooses on validation responses, and there are none: "
-              f"set gate.threshold={getattr(config.gate, 'paper_threshold', 0):g}, or raise train.validate_prompts and generate.greedy_prompts")
-        self.max_stages = max(config.train.depth_exposure + 1, 2)
+        if config.gate.by_replay and not self.responses:
+            raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
+                             f"or raise train.validate_prompts and generate.greedy_prompts")
+        self.max_stages = max(min(config.train.depth_exposure + 1, config.gate.max_stages), 2)
         self.target = target if target is not None and target.dtype == as_dtype(config.train.precision) else None
 
     def __call__(self, step: int, drafter: Drafter) -> Validation:
@@ -71,8 +72,8 @@ class Validator:
             prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
             measured = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, self.max_stages))
             write_atomic(path, json.dumps(measured.row(), indent=1))
-        barrier()
-        return Costs.of(json.loads(path.read_text()))
+        table, *_ = gather_over_ranks(json.loads(path.read_text()) if rank() == 0 else None)  # on another node the file may not be seen yet
+        return Costs.of(table)
 
     def replay(self, drafter: Drafter) -> list[Replay]:
         """Replays of all responses, in their order; each rank makes its share."""
@@ -98,7 +99,6 @@ class Validator:
             weights = torch.ones(2, dtype=torch.float64, device=parameter.device)
             sums = add_sums(sums, unroll(batch, origins, weights, 1.0).sums)
         return {name: mean for name, mean in reduce_sums(sums).items() if name.startswith(("loss_", "accuracy_"))}
-
 
     def text(self, response: Response) -> TextBatch:
         """A response with all that the drafter reads of the target, as one row."""

@@ -23,7 +23,7 @@ from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
 from dloop_train.training.plan import Plan
-from dloop_train.training.saves import Best, Checkpoints, Last, gathered, last_of
+from dloop_train.training.saves import Best, Checkpoints, Last, best_of, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
 
 SKIPPED = "skipped.jsonl"
@@ -128,7 +128,7 @@ class Trainer:
         self.device = self.engine.device
         drafter.borrow(drafter.head.to(self.device, self.dtype))
         self.standing = self.resume(last, universal) if last else Standing()
-        self.best = self.saves.best()
+        self.best = best_of(folder)
         self.validated = time.perf_counter()
         forget_rows_after(self.run_folder / SKIPPED, self.standing.step)
 
@@ -276,11 +276,13 @@ class Trainer:
         if self.step == 0:
             self.standing = replace(self.standing, start_score=found.score)
         elif found.score is not None:
-            better = self.best is None or found.score > self.best.score
+            # a kill may have thrown the training back behind its best weights: until it is past them again, nothing is worse
+            better = self.best is None or self.step == self.best.step or found.score > self.best.score
+            behind = self.best is not None and self.step < self.best.step
             if better:
                 self.best = Best(self.step, found.score)
                 self.saves.mark_best(self.drafter, self.best)
-            self.standing = replace(self.standing, worse=0 if better else self.standing.worse + 1)
+            self.standing = replace(self.standing, worse=0 if better or behind else self.standing.worse + 1)
         barrier()
         self.validated = time.perf_counter()
         self.standing = replace(self.standing, validation_seconds=self.validated - started)

@@ -43,30 +43,39 @@ HISTOGRAM = "_histogram"
 
 
 class MetricLog:
-    """metrics.jsonl and validation.jsonl of a run, mirrored to W&B; rows past the resumed step are dropped."""
+    """metrics.jsonl and validation.jsonl of a run, mirrored to W&B; rows past the resumed step are dropped.
 
-    def __init__(self, folder: Path, settings: LogConfig, *, name: str, config: dict, start: int):
+    The validation of step `best` stays: its weights do, and their threshold stands there alone.
+    """
+
+    def __init__(self, folder: Path, settings: LogConfig, *, name: str, config: dict, start: int, best: int | None = None):
         self.folder = folder
         self.run = None
         if rank() != 0:
             return
-        for file in ("metrics.jsonl", "validation.jsonl"):
+        for file, kept in (("metrics.jsonl", None), ("validation.jsonl", best)):
             path = folder / file
-            rows = [row for row in read_jsonl(path) if row["step"] <= start] if start and path.is_file() else []  # a start at 0 validates again
+            rows = [row for row in read_jsonl(path) if row["step"] <= start or row["step"] == kept] if start and path.is_file() else []  # a start at 0 validates again
             write_jsonl(path, rows)
         self.run = start_wandb(folder, settings, group=name, job="train", config=config)
 
     def write(self, step: int, row: dict) -> None:
-        self._append("metrics.jsonl", step, row, "train")
-
-    def validation(self, step: int, row: dict) -> None:
-        self._append("validation.jsonl", step, row, "validation")
-
-    def _append(self, file: str, step: int, row: dict, section: str) -> None:
         if rank() != 0:
             return
-        with open(self.folder / file, "a", encoding="utf-8") as out:
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as out:
             out.write(json.dumps({"step": step, **row}) + "\n")
+        self._mirror(step, row, "train")
+
+    def validation(self, step: int, row: dict) -> None:
+        """Each step once and in order, also where the best one is ahead."""
+        if rank() != 0:
+            return
+        path = self.folder / "validation.jsonl"
+        others = [other for other in read_jsonl(path) if other["step"] != step]
+        write_jsonl(path, sorted([*others, {"step": step, **row}], key=lambda row: row["step"]))
+        self._mirror(step, row, "validation")
+
+    def _mirror(self, step: int, row: dict, section: str) -> None:
         if self.run is not None:
             self.run.log({f"{section}/{name}": value for name, value in for_wandb(row).items()}, step=step)
 

@@ -51,19 +51,21 @@ def last_of(folder: Path) -> Last | None:
     return Last(**json.loads(pointer.read_text())) if pointer.is_file() else None
 
 
+def best_of(folder: Path) -> Best | None:
+    """What the best weights say of themselves, if there are any."""
+    path = folder / BEST / WEIGHTS
+    if not path.is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    return Best(int(facts["step"]), float(facts["score"]))
+
+
 class Checkpoints:
     """A run's checkpoints. Methods that write are called on every rank."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
-
-    def best(self) -> Best | None:
-        path = self.folder / BEST / WEIGHTS
-        if not path.is_file():
-            return None
-        with safe_open(path, "pt") as file:
-            facts = file.metadata()
-        return Best(int(facts["step"]), float(facts["score"]))
 
     def tidy(self) -> None:
         """Remove what a killed save or conversion left, and what no pointer leads to."""
@@ -75,8 +77,8 @@ class Checkpoints:
                     shutil.rmtree(path)
             if last is None:
                 shutil.rmtree(self.folder / BEST, ignore_errors=True)
-            elif self.best() is not None:  # a kill between the weights and the note on them
-                self.note(self.best())
+            elif (best := best_of(self.folder)) is not None:  # a kill between the weights and the note on them
+                self.note(best)
         barrier()
 
     def save(self, engine, drafter: Drafter, step: int, state: dict) -> None:
@@ -91,7 +93,7 @@ class Checkpoints:
             self.write_weights(drafter, beside / WEIGHTS, {})
             barrier()
             if local_rank() == 0:  # what the ranks of this machine wrote
-                flush(beside.rglob("*"))
+                flush([beside, *beside.rglob("*")])
         barrier()
         if rank() == 0:
             os.replace(beside, self.folder / tag)
@@ -206,7 +208,7 @@ def gathered(drafter: Drafter):
 
 def weights_of(folder: Path, checkpoint: str) -> tuple[Path, int]:
     """The weights that export.checkpoint names, and their step."""
-    last, best = last_of(folder), Checkpoints(folder, keep=1).best()
+    last, best = last_of(folder), best_of(folder)
     check(last is not None, f"{folder} has no checkpoint; run phases=[train] first")
     if checkpoint == "best" and best is not None:
         return folder / BEST / WEIGHTS, best.step

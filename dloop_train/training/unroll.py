@@ -91,8 +91,8 @@ class Unroll(nn.Module):
     def forward(self, batch: TextBatch, origins: Origins, totals: Tensor, progress: float) -> UnrollResult:
         """`totals` [2] are the weights of the whole optimiser step, over micro-batches and ranks."""
         drafter, k = self.drafter, self.drafter.k
-        after = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)[:, -1:]
-        state = drafter.begin(Context(torch.cat([batch.tokens, after], dim=1), batch.features, first=batch.first), origins.position)
+        tokens = torch.cat([batch.tokens, batch.tokens[:, -1:]], dim=1)  # the row that pairs with the token after the text is never seen
+        state = drafter.begin(Context(tokens, batch.features, first=batch.first), origins.position)
         loss, sums = 0.0, {}
         for number in range(1, self.terms.depth_exposure + 2):
             alive = origins.alive(number) if self.compact else origins.depth.shape[1]

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import composed, make_drafter
+from conftest import make_drafter
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
+from dloop_train.data.online import read_batch, text_of
 from dloop_train.data.responses import Response
 from dloop_train.decoding.gates import Always
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.rules import confirmed
-from dloop_train.phases.cache import read_samples
 from dloop_train.targets import sources
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.responders import decode_plain, respond
@@ -238,11 +238,9 @@ def test_batched_greedy_answers_equal_plain_decoding(target, exact):
 
 def test_cached_samples_do_not_depend_on_their_batch(target, exact):
     """The cache phase pads on the right: every text's rows are those of the text alone."""
-    config = composed("+drafter=dflash", "+target=tiny_llama")
-    config = replace(config, cache=replace(config.cache, dtype="float64"))
     ids = [random_tokens(length, length)[0].tolist() for length in (4, 11, 23)]
-    batch = [Response(id=str(len(row)), category="chat", prompt_ids=row[:2], response_ids=row[2:], finished=True, text="") for row in ids]
-    for sample, row in zip(read_samples(target, batch, all_states(target), config), ids, strict=True):
+    texts = [text_of(Response(id=str(len(row)), category="chat", prompt_ids=row[:2], response_ids=row[2:], finished=True, text=""), 99) for row in ids]
+    for sample, row in zip(read_batch(target, texts, all_states(target), torch.float64), ids, strict=True):
         alone = target.read(torch.tensor([row]), reads=replace(all_states(target), last_hidden=False))
         close(sample.features, alone.features[0])
         close(sample.last_hidden, alone.last_hidden[0])

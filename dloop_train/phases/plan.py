@@ -236,14 +236,16 @@ def existing_parent(path: Path) -> Path:
 def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, spec: TargetSpec, length: float, ranks: int, row_bytes: float) -> DrafterEstimate:
     train = config.train
     micro_batches = -(-train.batch_size // (train.micro_batch_size * ranks))
-    online = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
+    read = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
+    held = sum(parameter.numel() for parameter in model.parameters()) * as_dtype(config.target.dtype).itemsize
+    source = {"target_flops": read, "target_bytes": held} if config.features.source == "online" else {"row_bytes": row_bytes}
 
     def step(recipe: Terms) -> StepCost:
         counts = expected_counts(drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins)
-        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, row_bytes=row_bytes)
+        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, **source)
 
     return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
-                           step(Terms(0)), micro_batches * online)
+                           step(Terms(0)), micro_batches * read)
 
 
 def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
@@ -329,7 +331,7 @@ def as_text(config: Config, estimated: Estimate) -> str:
         warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
                         f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root=")
     parts = ["Settings", *table(settings_rows(config)), "", "Phases", *table(phase_rows(estimated)), "", "Data", *table(data_rows(estimated)), "",
-             "Training", *table(training_rows(config, estimated)), *step_lines(estimated.drafter), "", "Time", *table(time_rows(config, estimated)),
+             "Training", *table(training_rows(config, estimated)), *step_lines(config, estimated.drafter), "", "Time", *table(time_rows(config, estimated)),
              *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
     return "\n".join(parts)
 
@@ -383,12 +385,12 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}"], ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below"]]
 
 
-def step_lines(drafter: DrafterEstimate | None) -> list[str]:
+def step_lines(config: Config, drafter: DrafterEstimate | None) -> list[str]:
     """The account of a step, and what the target would add to it."""
     if drafter is None:
         return []
-    return ["", "One training step of a rank", *table(cost_rows(drafter.step)),
-            f"  features=online: the target's own pass would add {drafter.online_flops:.2e} FLOPs to a step, and move no features"]
+    would = "" if config.features.source == "online" else f"  features=online would add the target's own pass to a step, {drafter.online_flops:.2e} FLOPs, and move no features"
+    return ["", "One training step of a rank", *table(cost_rows(drafter.step)), *filter(None, [would])]
 
 
 def cost_rows(cost: StepCost) -> list[list[str]]:

@@ -64,17 +64,17 @@ class StepCost:
 
 
 def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
-              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0) -> StepCost:
+              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
-    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step.
+    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights.
     """
     element = 2 if train.precision == "bfloat16" else 4
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
     work, held = forward_backward(drafter, counts, again), held_for_backward(drafter, counts, element, again)
     tokens = counts.sequences * counts.length
     inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
-    terms = [Term("target features", forward=micro_batches * target_flops, held=inputs, moved=micro_batches * tokens * row_bytes)]
+    terms = [Term("target features", forward=micro_batches * target_flops, held=inputs + target_bytes, moved=micro_batches * tokens * row_bytes)]
     terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
               for name, stage in dict.fromkeys([*work, *held])]
     working = working_space(drafter, counts, held, train.loss_rows, element)
@@ -83,7 +83,7 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: Tra
 
 
 def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float) -> list[Term]:
-    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch take the place that the graph [bytes] leaves; later ones find them there."""
+    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch, and the fp32 copies of bf16 ones, take the place that the graph [bytes] leaves."""
     numbers = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     held = state_bytes(trained, precision=precision, stage=deepspeed.stage, offload=deepspeed.offload, ranks=ranks)
@@ -91,8 +91,9 @@ def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ra
     # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
     travels = (ranks - 1) / ranks * trained * element
     gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
+    standing, late = (held["gradients"] if micro_batches > 1 else 0.0), (held["gradients"] if micro_batches == 1 else 0.0) + updated * (4 if element == 2 else 0)
     return [Term("weights", held=held["weights"] + (numbers - trained) * element, moved=gathered),
-            Term("gradients", held=held["gradients"] if micro_batches > 1 else max(0.0, held["gradients"] - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
+            Term("gradients", held=standing + max(0.0, late - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
             Term("optimiser", forward=UPDATE_FLOPS * updated, held=held.get("optimiser", 0.0), moved=UPDATE_BYTES * updated)]
 
 
@@ -139,7 +140,7 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
 
     Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
     of each sequence as the one with most of them has.
-    Origins are taken to lie evenly over a sequence: what looks at the context together sees it up to the last of its origins.
+    Origins are taken to lie evenly over a sequence: branches that look at the context together see it up to the last of theirs.
     """
     flops = drafter.flops()
     depths, stages = depths_of(terms), range(1, terms.depth_exposure + 2)
@@ -147,9 +148,11 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
     branches = tuple(sequences * max(1.0, most_of(sequences, origins, share)) for share in reached)
     together = max(1, QUERIES * flops.passes // flops.queries)
     groups = max(1.0, origins / len(depths) / together)  # branches are sorted by depth, and then by place
-    rows = length * (groups + 1) / (2 * groups)
-    looks = tuple(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers) for count in branches)
-    return Counts(sequences, length, branches, looks, tuple(sequences * origins * drafter.k * share for share in supervised_shares(terms)))
+    looks = []
+    for count in branches:
+        rows = length * (groups + 1) / (2 * groups) * count / (count + 1)  # the last of so many places
+        looks.append(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers))
+    return Counts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
 
 
 def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> Counts:
@@ -195,10 +198,9 @@ def depths_of(terms: Terms) -> list[int]:
     return list(range(2, terms.depth_exposure + 2)) or [1]
 
 
-def supervised_shares(terms: Terms) -> list[float]:
-    """Share of the branches that carry loss in each stage."""
-    depths = depths_of(terms)
-    return [sum(terms.of_stage(stage) is not None and bool(terms.branches(stage, torch.tensor(depth))) for depth in depths) / len(depths)
+def supervised_depths(terms: Terms) -> list[int]:
+    """How many of the depths carry loss in each stage."""
+    return [sum(terms.of_stage(stage) is not None and stage <= depth and bool(terms.branches(stage, torch.tensor(depth))) for depth in depths_of(terms))
             for stage in range(1, terms.depth_exposure + 2)]
 
 
@@ -210,7 +212,7 @@ def mean_stages(terms: Terms) -> float:
 
 def mean_logit_passes(terms: Terms) -> float:
     """Stages of a branch that carry loss, on average."""
-    return sum(supervised_shares(terms))
+    return sum(supervised_depths(terms)) / len(depths_of(terms))
 
 
 # Products

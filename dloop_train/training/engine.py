@@ -240,7 +240,7 @@ class Trainer:
             return None
         self.standing = replace(self.standing, step=self.step + 1, skipped_in_a_row=0)
         means = reduce_sums(sums)
-        loss = sum(self.engine.module.terms.share(term) * means.get(f"weighted_loss_{term}", 0.0) for term in TERMS)
+        loss = sum(self.engine.module.terms.share(term) * (means.get(f"weighted_loss_{term}") or 0.0) for term in TERMS)
         return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
 
     def checked_norm(self) -> float:

@@ -24,15 +24,18 @@ def add_sums(old: Sums, new: Sums) -> Sums:
     return old | both
 
 
-def reduce_sums(sums: Sums) -> dict[str, float | list[float]]:
-    """Means over all ranks and micro-batches of named (sum, count) pairs; vectors stay vectors."""
-    means = {}
-    for name in sorted(sums):
-        total, count = (part.detach().float() for part in sums[name])
-        both = sum_over_ranks(torch.stack([total, count.expand_as(total)]))
-        mean = (both[0] / both[1].clamp(min=1e-9)).tolist()
-        means[name] = mean
-    return means
+def reduce_sums(sums: Sums) -> dict:
+    """Means over all ranks and micro-batches of named (sum, count) pairs; vectors become lists, and None stands where nothing was counted."""
+    names = sorted(sums)
+    pairs = [torch.stack([total.detach().float(), count.detach().float().expand_as(total)]) for total, count in map(sums.get, names)]
+    whole = sum_over_ranks(torch.cat([pair.flatten() for pair in pairs])).split([pair.numel() for pair in pairs])  # one sum for all of them
+    return {name: mean_of(*summed.view_as(pair).tolist()) for name, summed, pair in zip(names, whole, pairs, strict=True)}
+
+
+def mean_of(total: float | list[float], count: float | list[float]) -> float | list | None:
+    if isinstance(total, list):
+        return [mean_of(*entry) for entry in zip(total, count, strict=True)]
+    return total / count if count else None
 
 
 HISTOGRAM = "_histogram"

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dloop_train.data.batches import TextBatch
 from dloop_train.drafters.base import Choose, Drafter, take
 from dloop_train.training.anchors import Origins, at, labels_of, supervised
+from dloop_train.training.metrics import Sums, add_sums
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels
 
 TERMS = ("first", "last")
@@ -48,7 +49,7 @@ class UnrollResult(NamedTuple):
     """
 
     loss: Tensor
-    sums: dict[str, tuple[Tensor, Tensor]]
+    sums: Sums
 
 
 def masked(labels: Labels, branches: Tensor) -> Labels:
@@ -109,8 +110,8 @@ class Unroll(nn.Module):
             labels = masked(labels_of(batch, position, number, k), self.terms.branches(number, depth))
             part = drafter.loss(stage, at(batch.tokens, start), labels, progress, max_rows=self.max_rows)
             loss = loss + self.terms.share(term) * part.sum / totals[TERMS.index(term)].clamp(min=1e-9).to(part.sum)
-            for name, (total, count) in {"weighted_loss": (part.sum.detach().float(), part.weight.float()), **part.metrics}.items():
-                key = f"{name}_{term}"
-                old = sums.get(key)
-                sums[key] = (total, count) if old is None else (old[0] + total, old[1] + count)
+            measured = {"weighted_loss": (part.sum.detach().float(), part.weight.float()), **part.metrics}
+            sums = add_sums(sums, {f"{name}_{term}": pair for name, pair in measured.items()})
+            if number > 1:  # the last stage of some branches, told apart by how deep it is
+                sums = add_sums(sums, {f"{name}_stage_{number}": pair for name, pair in part.metrics.items()})
         return UnrollResult(loss, sums)

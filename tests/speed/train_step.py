@@ -5,7 +5,7 @@
 
 A step is forward, backward and torch's AdamW, without DeepSpeed (whose cost is the same for all that is compared). Texts and
 features are random: no weights are needed, and the target's own work is not in the step. Times are medians over rounds in
-which the ways take turns, in one process. Memory is that of live tensors: what is there before a step, and the most that a
+which the ways, and large products for the ideal, take turns in one process. Memory is that of live tensors: what is there before a step, and the most that a
 step adds (on CUDA the allocator's, on a CPU operator by operator: other processes and the allocator blur neither).
 """
 
@@ -202,8 +202,9 @@ def free_bytes(device: torch.device) -> int:
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
 
 
-def measure(ways: Sequence[Way], steps: int, device: torch.device) -> None:
-    """Loss, peak and times; the first step, with the weights of the start, warms up."""
+def measure(ways: Sequence[Way], steps: int, device: torch.device, precision: str) -> float:
+    """Loss, peak and times of the ways; returns the FLOP/s of large products, measured in the same rounds. The first step warms up."""
+    rates = [measure_rate(precision, seconds=0.1)]
     for way in ways:
         with torch.no_grad():
             way.value = float(way.loss())
@@ -217,6 +218,8 @@ def measure(ways: Sequence[Way], steps: int, device: torch.device) -> None:
             way.step()
             synchronise(device)
             way.seconds.append(time.perf_counter() - started)
+        rates.append(measure_rate(precision, seconds=0.1))
+    return statistics.median(rates)
 
 
 def peak_of(way: Way, device: torch.device) -> float:
@@ -248,6 +251,11 @@ def way_rows(bench: Bench, ways: Sequence[Way], rate: float) -> list[list[str]]:
     return rows
 
 
+def line(cells: Sequence[str]) -> str:
+    """A row of the first table, which is printed as it grows."""
+    return "  ".join([cells[0].ljust(13), cells[1].ljust(15), *(cell.rjust(width) for cell, width in zip(cells[2:], (2, 6, 8, 9, 7, 9, 7, 8, 8), strict=True))])
+
+
 def ratio_rows(bench: Bench, ways: Sequence[Way]) -> list[list[str]]:
     named, one, deep = {way.name.split()[0]: way for way in ways}, ways[0], ways[1] if len(ways) > 1 and ways[1].cost else ways[0]
     time_ratio, flop_ratio = deep.median / one.median, deep.cost.flops / one.cost.flops
@@ -269,26 +277,25 @@ def require_same_loss(ways: Sequence[Way], precision: str) -> None:
 def main(words: Sequence[str] | None = None) -> None:
     wanted = arguments(words)
     device = default_device() if wanted.device == "auto" else torch.device(wanted.device)
-    rate = measure_rate(wanted.precision)
     print(f"python tests/speed/train_step.py {' '.join(words if words is not None else sys.argv[1:])}".rstrip())
     print(f"{wanted.sequences} sequences x {wanted.origins} origins x {wanted.length} tokens, {wanted.target}'s sizes, {wanted.precision} on {device.type} "
-          f"({torch.get_num_threads()} threads); ideal: {rate / 1e12:.3g} TFLOP/s in large products; median of {wanted.steps} steps")
-    rows = [["drafter", "way", "k", "ms", "tokens/s", "origins/s", "peak MB", "accounted", "GFLOPs", "of ideal", "loss"]]
+          f"({torch.get_num_threads()} threads); medians of {wanted.steps} steps; ideal are large products in between")
+    print(line(["drafter", "way", "k", "ms", "tokens/s", "origins/s", "peak MB", "accounted", "GFLOPs", "of ideal", "loss"]), flush=True)
     ratios = [["drafter", f"time N={wanted.depth}/S=1", "FLOPs", "quotient", "plain/ours time", "memory", "speculators/ours S=1 time", "memory"]]
     notes = []
     for family in wanted.drafter.split(","):
         bench = make_bench(family, wanted)
         ways, skipped = ways_of(bench)
-        measure(ways, wanted.steps, device)
+        rate = measure(ways, wanted.steps, device, wanted.precision)
         require_same_loss(ways, wanted.precision)
-        rows += way_rows(bench, ways, rate)
+        print("\n".join(map(line, way_rows(bench, ways, rate))), flush=True)
         ratios += ratio_rows(bench, ways)
         notes += [f"{family}: {reason}" for reason in skipped]
         if wanted.terms:
             for way in ways:
                 if way.cost:
                     print("\n".join([f"{family} {way.name}", *table(cost_rows(way.cost))]))
-    print("\n".join(["", *table(rows), "", *table(ratios), *dict.fromkeys(notes)]))
+    print("\n".join(["", *table(ratios), *dict.fromkeys(notes)]))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_the_score_is_that_of_the_fastest_threshold():
 @pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4), 2)], ids=str)
 def test_a_given_gate_is_simulated_as_it_is(gate, stages):
     row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2, stages=2)
-    assert row["stages_gated"] == stages and row["threshold"] == getattr(gate, "threshold", None) and score == row["tokens_per_second_gated"]
+    assert row["stages_gated"] == stages and row["threshold"] == gate.threshold and score == row["tokens_per_second_gated"]
 
 
 def test_scores_are_counted_with_the_fate_of_their_blocks():
@@ -123,7 +123,7 @@ def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_besi
     for name, threshold in (("trained", -0.25), ("other", -0.75)):
         write_atomic(tmp_path / name / "config.json", json.dumps({"dloop": {"threshold": threshold}}))
     folders = {"untouched": tmp_path / "released", "trained": tmp_path / "trained", "other": tmp_path / "other"}
-    settings = {setting.label: getattr(setting.gate, "threshold", None) for setting in settings_of(config, folders)}
+    settings = {setting.label: setting.gate.threshold for setting in settings_of(config, folders)}
     assert settings == {"plain decoding": None, "untouched S=1": None, "untouched + gate": -1.0, "trained S=1": None, "trained + gate (DLoop)": -0.25,
                         "other S=1": None, "other + gate": -0.75, "trained + gate -0.5": -0.5}
     fixed = replace(config, gate=DLoop(threshold=-0.5))

@@ -27,6 +27,9 @@ class Gate:
     """An ablation: log-probabilities of the drafter's logits divided by this. The decoding temperature does not enter."""
 
     needs_scores = True
+    threshold = None
+    """Of gates that compare a score with one."""
+    paper_threshold = None
     by_replay = False
     """Whether the threshold is still to be chosen."""
 

@@ -43,7 +43,7 @@ class Setting:
 
     def row(self, k: int, rule: Rule) -> dict:
         gated = not isinstance(self.gate, Never)
-        return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": getattr(self.gate, "threshold", None), "k": k,
+        return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": self.gate.threshold, "k": k,
                 "rounds": f"rounds/{self.slug}.jsonl", "gate_temperature": self.gate.temperature if self.gate.needs_scores else None, **rule.row()}
 
 
@@ -86,7 +86,7 @@ def settings_of(config: Config, folders: dict[str, Path]) -> list[Setting]:
         settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, gate)]
     chosen = gates["trained"]
     for threshold in dict.fromkeys([*([chosen.paper_threshold] if config.gate.by_replay else []), *config.evaluate.live_thresholds]):
-        if threshold != getattr(chosen, "threshold", None):
+        if threshold != chosen.threshold:
             settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
     return settings
 

@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 def dloop_section(config: Config, drafter, step: int) -> dict:
     """What config.json says of loop-awareness and of where the weights come from."""
     gate = gate_of(config, step)
-    return {"threshold": getattr(gate, "threshold", None), "paper_threshold": getattr(gate, "paper_threshold", None), "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
+    return {"threshold": gate.threshold, "paper_threshold": gate.paper_threshold, "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
             "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
             "provenance": {"versions": versions(),
                            "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init, "backbone": config.drafter.backbone,

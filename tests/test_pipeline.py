@@ -107,7 +107,7 @@ def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
     raise AssertionError("the phase did not get that far")
 
 
-SIGNS = {"generate": "responses/*.partial/work/batches/000001.jsonl", "cache": "features/*.partial/shard-00001.safetensors", "train": "runs/*/checkpoints/last.json",
+SIGNS = {"generate": "responses/*.partial/unmerged/batches/000001.jsonl", "cache": "features/*.partial/shard-00001.safetensors", "train": "runs/*/checkpoints/last.json",
          "export": "runs/*/drafter.partial", "evaluate": "runs/*/evaluation/rounds/*.jsonl", "report": "runs/*/report.html"}
 
 

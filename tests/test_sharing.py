@@ -56,10 +56,10 @@ def test_two_ranks_make_the_same_files_also_when_one_dies(tmp_path):
     assert run(tmp_path / "one").returncode == 0
     root = tmp_path / "two"
     started = subprocess.Popen([*COMMAND, "launch.processes=2"], env=environment(root), cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: list(root.glob("responses/*.partial/work/batches/*")), "no batch")
+    wait_for(lambda: list(root.glob("responses/*.partial/unmerged/batches/*")), "no batch")
     os.kill(second_rank(root), signal.SIGKILL)
     assert started.wait() != 0 and "dloop_train: generate:" in started.stderr.read()
-    there = {file.name: file.stat().st_mtime_ns for file in root.glob("responses/*.partial/work/batches/*.jsonl")}
+    there = {file.name: file.stat().st_mtime_ns for file in root.glob("responses/*.partial/unmerged/batches/*.jsonl")}
     assert 0 < len(there) < 16
     result = run(root, "launch.processes=2")
     assert result.returncode == 0, result.stderr[-3000:]

@@ -108,7 +108,7 @@ def test_stopped_before_the_time_limit_and_requeued(whole, tmp_path):
 def test_stopped_while_it_answers_prompts(tmp_path):
     """On one node, by the other script: a phase that goes on from its last batch ends at once, and comes back."""
     job = Job(tmp_path / "answering", "slurm_one_node.sbatch", "phases=[generate]", "generate.batch_size=1", "prompts.limit=200", flags=("--mem=4G", "--cpus-per-task=2"))
-    job.wait_for(lambda: len(list(job.root.glob("responses/*.partial/work/batches/*.jsonl"))) >= 2)
+    job.wait_for(lambda: len(list(job.root.glob("responses/*.partial/unmerged/batches/*.jsonl"))) >= 2)
     job.signal("USR1")
     job.finish()
     assert "stopped as asked" in job.log() and "start 2" in job.log()

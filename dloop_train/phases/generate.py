@@ -27,9 +27,9 @@ from dloop_train.targets.sources import load_target, load_tokenizer
 from dloop_train.targets.target import Target
 
 GREEDY = ("validation", "test")
-WORK = "work"
+UNMERGED = "unmerged"
 """Folder of what is merged in the end."""
-ANSWERS = f"{WORK}/answers.jsonl"
+ANSWERS = f"{UNMERGED}/answers.jsonl"
 FEW = 10
 """Refusals that are no high share yet, whatever they are a share of."""
 
@@ -51,7 +51,7 @@ def run(config: Config) -> None:
     left_out = json.loads((folder / LEFT_OUT).read_text())
     artifact.finish(prompts=training.rows, left_out=sum(left_out.values()) + len(refused), left_out_for=left_out | Counter(shortened(r.reason) for r in refused),
                     response_tokens=training.response_tokens, tokens=training.prompt_tokens + training.response_tokens, unfinished=training.unfinished)
-    shutil.rmtree(artifact.folder / WORK)
+    shutil.rmtree(artifact.folder / UNMERGED)
     say(f"generate: {training.unfinished} of {training.rows} answers were cut by generate.max_new_tokens={config.generate.max_new_tokens}")
     say(f"generate: {artifact.folder}")
 
@@ -73,7 +73,7 @@ def answer(config: Config, folder: Path) -> None:
 # Questions
 
 
-QUESTIONS, LEFT_OUT, ORDER = f"{WORK}/questions", f"{WORK}/questions/left_out.json", f"{WORK}/questions/order.npy"
+QUESTIONS, LEFT_OUT, ORDER = f"{UNMERGED}/questions", f"{UNMERGED}/questions/left_out.json", f"{UNMERGED}/questions/order.npy"
 
 
 def write_questions(config: Config, folder: Path) -> None:
@@ -153,7 +153,7 @@ def batches_of(config: Config, folder: Path) -> list[list[int]]:
 
 
 def batch_files(config: Config, folder: Path) -> list[Path]:
-    return [folder / WORK / "batches" / f"{number:06d}.jsonl" for number in range(len(batches_of(config, folder)))]
+    return [folder / UNMERGED / "batches" / f"{number:06d}.jsonl" for number in range(len(batches_of(config, folder)))]
 
 
 def answer_greedily(config: Config, folder: Path, split: str) -> None:
@@ -169,7 +169,7 @@ def answer_greedily(config: Config, folder: Path, split: str) -> None:
 
 
 def greedy_files(folder: Path, split: str) -> list[Path]:
-    return [folder / WORK / "greedy" / f"{split}-{number:06d}.jsonl" for number in range(len(questions_of(folder, split)))]
+    return [folder / UNMERGED / "greedy" / f"{split}-{number:06d}.jsonl" for number in range(len(questions_of(folder, split)))]
 
 
 def all_files(config: Config, folder: Path) -> list[list[Path]]:

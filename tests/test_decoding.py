@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from conftest import VARIANTS, make_drafter
 from teaching import counting_prompts, taught_drafter
 
 from dloop_train.config import CONF, build, option
-from dloop_train.decoding.costs import Costs
+from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Always, DLoop, Gate, Never, log_probability
-from dloop_train.decoding.loop import clip, decode
+from dloop_train.decoding.loop import Emission, clip, decode
 from dloop_train.decoding.replay import replay, walk_gate, walk_oracle
 from dloop_train.phases.evaluate import parting_gap
 from dloop_train.targets.responders import decode_plain
@@ -165,3 +166,23 @@ def test_parting_gap_is_how_far_the_targets_logits_are_apart(tiny_target):
     logits = tiny_target.read(torch.tensor([prompt + plain[:3]]), logits=slice(-1, None)).logits[0, -1]
     rounding = torch.finfo(torch.float64).eps * float(logits[[plain[3], other[3]]].abs().max())
     assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(float(logits[plain[3]] - logits[other[3]]) / rounding)
+
+
+def test_costs_forget_what_was_cold_and_let_the_depths_take_turns(monkeypatch):
+    """A machine on which the first call of every way, and the first round of every call, is slow; from the second turn on all others tell the truth."""
+    calls = []
+
+    def decoded(target, drafter, gate, prompt, *, max_new_tokens):
+        depth = 0 if drafter is None else 1 if isinstance(gate, Never) else gate.max_stages
+        calls.append((prompt, depth))
+        cold = len(calls) <= 4
+        yield Emission([0], None)
+        for number in range(8):
+            slow = cold or number == 0
+            yield Emission([0], Round(depth, depth * 2, 0, 1, (), {"draft_first": 0.5, "draft_more": 0.1 * (depth - 1), "gate": 0.0, "commit": 0.0,
+                                                                   "verify": 9.0 if slow else 1.0 + depth / 10}))
+
+    monkeypatch.setattr("dloop_train.decoding.costs.decode", decoded)
+    costs = measure_costs(None, SimpleNamespace(k=2), ["a", "b"], stages=3)
+    assert costs.verify == pytest.approx({1: 1.0, 3: 1.1, 5: 1.2, 7: 1.3}) and costs.draft_more == pytest.approx(0.1) and costs.plain == pytest.approx(1.0)
+    assert calls == [(prompt, depth) for prompt in ("a", "b", "a", "b") for depth in (1, 2, 3, 0)]

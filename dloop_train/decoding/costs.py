@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from statistics import median
 
 import torch
 
-from dloop_train.decoding.gates import DLoop, Gate, Never
+from dloop_train.decoding.gates import DLoop, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.rules import GREEDY, Rule
 from dloop_train.drafters.base import Drafter
@@ -57,19 +58,22 @@ def verification_seconds(measured: dict[int, float], tokens: int) -> float:
     return measured[low] + (measured[high] - measured[low]) * (tokens - low) / (high - low)
 
 
-def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, stages: int, repeats: int = 7) -> Costs:
-    """Median seconds of each part, measured on real rounds from the first prompt, and from the others while these are too few."""
-    def measured(drafter: Drafter | None, gate: Gate) -> list[Round]:
-        rounds: list[Round] = []
-        for prompt in prompts:
-            emissions = decode(target, drafter, gate, prompt, max_new_tokens=1 + stages * drafter.k * repeats if drafter else repeats + 3)
-            rounds += [emission.round for emission, _ in zip(emissions, range(repeats + 2), strict=False)][2:]
-            if len(rounds) >= repeats:
-                break
-        return rounds[:repeats]
+TURNS, ROUNDS = 3, 5
+"""Of a measurement: how often every depth has its turn, and how many rounds it has then. The first round of each is not counted."""
 
-    rounds = [round for depth in range(1, stages + 1) for round in measured(drafter, DLoop(threshold=-1e9, max_stages=depth) if depth > 1 else Never())]
-    plain = measured(None, Never())
+
+def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, stages: int) -> Costs:
+    """Median seconds of each part, measured on real rounds. All depths take turns, prompt by prompt, so that the machine's moods
+    meet them alike; the first turn finds everything cold and is not counted."""
+    ways = [(drafter, Never() if depth == 1 else DLoop(threshold=-1e9, max_stages=depth)) for depth in range(1, stages + 1)] + [(None, Never())]
+    found: list[list[Round]] = [[] for _ in ways]
+    for turn, prompt in zip(range(TURNS + 1), cycle(prompts), strict=False):
+        for (drafting, gate), rounds in zip(ways, found, strict=True):
+            emissions = decode(target, drafting, gate, prompt, max_new_tokens=1 + stages * drafter.k * (ROUNDS + 1))
+            taken = [emission.round for emission in islice(emissions, 1, ROUNDS + 2)][1:]  # behind the prefill's token and the first round
+            rounds += taken if turn else []
+    *drafted, plain = found
+    rounds = [round for way in drafted for round in way]
 
     def part(name: str, chosen: Sequence[Round]) -> float:
         return median([round.seconds.get(name, 0.0) for round in chosen] or [0.0])

@@ -16,7 +16,7 @@ from dloop_train.drafters.dflash import DFlashConfig
 from dloop_train.drafters.domino import DominoConfig
 from dloop_train.drafters.dspark import DSparkConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
-from dloop_train.drafters.layers import Attention
+from dloop_train.drafters.layers import Attention, Places
 from dloop_train.drafters.mtp import MTPConfig
 from dloop_train.drafters.mtp_assistant import POSITIONS, AssistantConfig
 from dloop_train.targets.head import TargetHead
@@ -72,7 +72,7 @@ def test_a_fault_is_told(folder, fault, monkeypatch):
         return drafter
 
     if fault == "offset":
-        monkeypatch.setattr(Attention, "forward", lambda self, rows, positions, *rest: right(self, rows, positions + 1, *rest))
+        monkeypatch.setattr(Attention, "forward", lambda self, rows, places, *rest: right(self, rows, Places(places.positions + 1), *rest))
     monkeypatch.setattr(sys.modules[__name__], "load_drafter", faulty)
     with pytest.raises(AssertionError):
         CHECKS[layout](folder, load_file(folder / "io.safetensors"))

@@ -119,6 +119,8 @@ class DrafterConfig:
     taps: list[int] = field(default_factory=list)
     """Tapped target layers; empty takes the target's list for this kind."""
     revision: str = "main"
+    released: dict[str, int] = field(default_factory=dict)
+    """What these settings would be for a drafter from scratch as large as the weights that `init` names: what a dry run reckons with before they are on this machine."""
 
     family: ClassVar[str] = ""
     kind: ClassVar[str] = ""
@@ -149,6 +151,12 @@ class DrafterConfig:
     def looped(self, shape: DrafterShape) -> DrafterShape:
         """A released checkpoint's shape as these settings loop it."""
         return shape
+
+    def shape_unread(self, target: TargetSpec, taps: list[int]) -> DrafterShape | None:
+        """The shape as far as settings tell it, for weights that are not on this machine; None where they do not."""
+        if self.init == "scratch":
+            return self.shape(target, taps)
+        return self.looped(replace(self, init="scratch", **self.released).shape(target, taps)) if self.released else None
 
     def section(self) -> dict:
         """What of these settings an export must keep, since no public key tells it."""

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -38,8 +38,6 @@ from dloop_train.training.unroll import Terms, Unroll
 from dloop_train.types import TargetSpec
 
 FAMILIES = ("dflash", "domino", "dspark", "eagle3", "mtp", "mtp_assistant")
-RELEASED = {"dflash": ("drafter.layers=5", "drafter.width=16"), "domino": ("drafter.layers=5", "drafter.width=16"), "dspark": ("drafter.layers=5", "drafter.width=7")}
-"""Sizes of the weights that the large targets' pairs name; those of pairs from scratch stand in their YAML."""
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -104,15 +102,12 @@ def distinct_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def composed(family: str, wanted: argparse.Namespace) -> Config:
-    """The settings of a pair, its drafter from scratch."""
+    """The settings of a pair, or of a drafter from scratch where there is none."""
     paired = (CONF / "pair" / f"{family}_{wanted.target}.yaml").is_file()
-    extra = [] if paired or family not in ("dflash", "domino") else ["drafter.alignment=shifted"]
-    overrides = [f"+drafter={family}", f"+target={wanted.target}", "name=speed"]
+    alone = [] if paired else ["drafter.init=scratch", *(["drafter.alignment=shifted"] if family in ("dflash", "domino") else [])]
+    overrides = [f"+drafter={family}", f"+target={wanted.target}", "name=speed", *(f"++{one}" for one in (*alone, *wanted.set))]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         tree = compose("config", overrides)
-        if tree.drafter.get("init") != "scratch" and not str(tree.drafter.get("init")).startswith("starter:"):
-            extra += RELEASED.get(family, ())
-        tree = compose("config", [*overrides, *(f"++{one}" for one in ("drafter.init=scratch", *extra, *wanted.set))])
     with open_dict(tree):
         return from_hydra(OmegaConf.create(OmegaConf.to_container(tree, resolve=True)))
 
@@ -120,10 +115,11 @@ def composed(family: str, wanted: argparse.Namespace) -> Config:
 def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
     config, dtype = composed(family, wanted), as_dtype(wanted.precision)
     spec, taps = spec_of(config.target, random_config(config.target)), artifacts.taps(config)
+    shape = config.drafter.shape_unread(spec, taps) or replace(config.drafter, init="scratch").shape(spec, taps)  # of starters the sizes from scratch
     torch.manual_seed(0)
     with torch.device(default_device() if wanted.device == "auto" else wanted.device):
         embed, lm_head = (torch.randn(spec.vocab_size, spec.hidden_size, dtype=dtype) * 0.02 for _ in range(2))
-        drafter = config.drafter.build(config.drafter.shape(spec, taps), TargetHead(embed, lm_head, embed_scale=spec.embed_scale, softcap=spec.softcap))
+        drafter = config.drafter.build(shape.on(spec, taps), TargetHead(embed, lm_head, embed_scale=spec.embed_scale, softcap=spec.softcap))
         tokens = torch.randint(spec.vocab_size, (wanted.sequences, wanted.length))
         features, last_hidden = (torch.randn(wanted.sequences, wanted.length, width, dtype=dtype) for width in (drafter.shape.reads.width(spec), spec.hidden_size))
     drafter = drafter.to(dtype)

@@ -194,6 +194,6 @@ def replay_settings(config: Config, folder: Path, target: Target, drafters: dict
 
 def sweep_on(config: Config, target: Target, drafter: Drafter, costs: Costs, responses: list[Response]) -> dict:
     """Thresholds simulated on what the drafter would draft from every position of these responses."""
-    records = replay_all(target, drafter, responses, max_stages=config.evaluate.replay_stages, max_new_tokens=config.generate.greedy_max_new_tokens,
-                         temperature=config.gate.temperature)
-    return sweep(records, config.evaluate.thresholds, costs, drafter.k, config.evaluate.replay_stages)
+    stages = min(config.evaluate.replay_stages, config.gate.max_stages)
+    records = replay_all(target, drafter, responses, max_stages=stages, max_new_tokens=config.generate.greedy_max_new_tokens, temperature=config.gate.temperature)
+    return sweep(records, config.evaluate.thresholds, costs, drafter.k, stages)

@@ -63,11 +63,11 @@ def predicted(walks: Sequence[Sequence[Round]], costs: Costs) -> dict:
 
 
 def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, stages: int) -> dict:
-    """S = 1, the oracle and every threshold: tau and predicted tokens per second."""
+    """S = 1, the oracle and every threshold: tau and predicted tokens per second, with so many stages a round at most."""
     def numbers(walks: list[list[Round]]) -> dict:
         return predicted(walks, costs)
 
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
     return {"k": k, "S1": numbers([walk_gate(record, Never()) for record in records]), "oracle": numbers([walk_oracle(record) for record in records]),
-            "sweep": [{"threshold": threshold, **numbers([walk_gate(record, DLoop(threshold=threshold)) for record in records])} for threshold in thresholds],
+            "sweep": [{"threshold": threshold, **numbers([walk_gate(record, DLoop(threshold=threshold, max_stages=stages)) for record in records])} for threshold in thresholds],
             "full_acceptance_by_stage": full_acceptance(always, k, stages)}

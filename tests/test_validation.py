@@ -70,6 +70,7 @@ def test_the_score_is_that_of_the_fastest_threshold():
     assert score == max(point["tokens_per_second"] for point in by_hand) > by_hand[0]["tokens_per_second"]
     assert row["threshold"] == -0.5 and row["tokens_per_second_gated"] == score and row["by_threshold"]["-0.25"]["stages"] == 1
     assert fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"] == -0.25
+    assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below what was drafted
     vain = record([[-0.3, -0.3]] * 9, [0] * 9)
     assert predictions([vain], DLoop(threshold="replay"), [-0.25], COSTS, k=2, stages=2)[0]["threshold"] == -0.25
 

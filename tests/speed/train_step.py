@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from watching import Watching
 
 from dloop_train.config import CONF, Config, DeepSpeedConfig, TrainConfig, check, from_hydra
-from dloop_train.data.batches import TextBatch
+from dloop_train.data.batches import TextBatch, collate, packed
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.plan import cost_rows, measure_rate, size, table
@@ -35,7 +35,7 @@ from dloop_train.targets.sources import as_dtype, default_device, random_config,
 from dloop_train.training.accounting import StepCost, counts_of, step_cost
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.unroll import Terms, Unroll
-from dloop_train.types import TargetSpec
+from dloop_train.types import Sample, TargetSpec
 
 FAMILIES = ("dflash", "domino", "dspark", "eagle3", "mtp", "mtp_assistant")
 
@@ -50,6 +50,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], help="more settings of the drafter, such as drafter.width=8")
+    parser.add_argument("--recompute", action="store_true", help="also the unrolled step that keeps only a stage's states (train.recompute)")
+    parser.add_argument("--pack", action="store_true", help="texts of unequal length, and also the unrolled step that packs them into one row (train.pack)")
     parser.add_argument("--terms", action="store_true", help="print the account of every step term by term")
     return parser.parse_args(words)
 
@@ -75,8 +77,8 @@ class Bench:
         self.masters = [parameter.detach().float() for parameter in self.trained] if low else self.trained
         self.optimiser = torch.optim.AdamW(self.masters, lr=1e-5)
 
-    def origins(self, depth: int) -> Origins:
-        return draw_origins(self.batch, self.drafter.k, count=self.wanted.origins, depth_exposure=depth, seed=0, epoch=0)
+    def origins(self, depth: int, batch: TextBatch | None = None) -> Origins:
+        return draw_origins(batch or self.batch, self.drafter.k, count=self.wanted.origins, depth_exposure=depth, seed=0, epoch=0)
 
     def update(self) -> None:
         if self.masters is self.trained:
@@ -125,9 +127,10 @@ def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
     drafter = drafter.to(dtype)
     with torch.no_grad():
         drafter.start_vocabulary(Counter(), lm_head)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    mask[:, wanted.length // 4:] = True  # the first quarter is the prompt
-    return Bench(family, wanted, spec, drafter, TextBatch(tuple(map(str, range(wanted.sequences))), tokens, mask, features, last_hidden))
+    lengths = [wanted.length - number * wanted.length // (2 * wanted.sequences) * wanted.pack for number in range(wanted.sequences)]
+    samples = [Sample(str(row), tokens[row, :length], torch.arange(length, device=tokens.device) >= wanted.length // 4,  # the first quarter is the prompt
+                      features[row, :length], last_hidden[row, :length]) for row, length in enumerate(lengths)]
+    return Bench(family, wanted, spec, drafter, collate(samples))
 
 
 # Ways to make a step
@@ -161,23 +164,31 @@ class Way:
         return float(loss.detach())
 
 
-def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int) -> Way:
-    origins, terms = bench.origins(depth), Terms(depth)
-    totals = Unroll(bench.drafter, terms).weights(bench.batch, origins)
-    wanted = bench.wanted
-    train = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision)
-    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, bench.batch, origins, terms), train, DeepSpeedConfig())
-    return Way(name, lambda: unroll(bench.batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)
+def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int, *, batch: TextBatch | None = None, **train: bool) -> Way:
+    batch = batch or bench.batch
+    origins, terms, wanted = bench.origins(depth, batch), Terms(depth), bench.wanted
+    totals = Unroll(bench.drafter, terms).weights(batch, origins)
+    settings = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision, **train)
+    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, batch, origins, terms), settings, DeepSpeedConfig())
+    return Way(name, lambda: unroll(batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)
 
 
 def ways_of(bench: Bench) -> tuple[list[Way], list[str]]:
-    """What is compared for a family, and why something is not."""
+    """What is compared for a family, and why something is not. A way called `<kind> N=3` has the loss of `N=3`."""
     wanted, drafter = bench.wanted, bench.drafter
-    ours = [unrolled(bench, "S=1" if depth == 0 else f"N={depth}", Unroll(drafter, Terms(depth), max_rows=wanted.loss_rows), depth) for depth in dict.fromkeys((0, wanted.depth))]
+
+    def unroll(depth: int, **how: bool) -> Unroll:
+        return Unroll(drafter, Terms(depth), max_rows=wanted.loss_rows, **how)
+    ours = [unrolled(bench, "S=1" if depth == 0 else f"N={depth}", unroll(depth), depth) for depth in dict.fromkeys((0, wanted.depth))]
+    deepest = ours[-1].name
+    if wanted.recompute:
+        ours.append(unrolled(bench, f"recompute {deepest}", unroll(wanted.depth, recompute=True), wanted.depth, recompute=True))
+    if wanted.pack:
+        ours.append(unrolled(bench, f"packed {deepest}", unroll(wanted.depth), wanted.depth, batch=packed(bench.batch), pack=True))
     skipped = []
     needed, free = plain_bytes(drafter, bench.batch, bench.origins(wanted.depth), Terms(wanted.depth)), free_bytes(bench.batch.tokens.device)
     if needed < 0.8 * free:
-        plain = unrolled(bench, f"plain {ours[-1].name}", PlainUnroll(drafter, Terms(wanted.depth)), wanted.depth)
+        plain = unrolled(bench, f"plain {deepest}", PlainUnroll(drafter, Terms(wanted.depth)), wanted.depth)
         plain.cost = None
         ours.append(plain)
     else:
@@ -265,9 +276,10 @@ def ratio_rows(bench: Bench, ways: Sequence[Way]) -> list[list[str]]:
 def require_same_loss(ways: Sequence[Way], precision: str) -> None:
     by_name = {way.name: way.value for way in ways}
     for name, value in by_name.items():
-        if name.startswith("plain "):
-            ours, bound = by_name[name.removeprefix("plain ")], 2e-2 if precision == "bfloat16" else 1e-4
-            check(abs(value - ours) <= bound * abs(ours), f"the plain reference's loss is {value}, ours is {ours}: they should be the same")
+        kind, _, same = name.partition(" ")
+        if kind in ("plain", "packed", "recompute"):
+            ours, bound = by_name[same], 2e-2 if precision == "bfloat16" else 1e-4
+            check(abs(value - ours) <= bound * abs(ours), f"the loss of {name} is {value}, of {same} {ours}: they should be the same")
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -263,7 +263,7 @@ class Config:
 
     name: str
     root: Path
-    """Where artifacts live: responses/, features/, runs/."""
+    """Where artifacts live: responses/, greedy/, features/, runs/."""
     phases: list[str]
     drafter: Any
     """A DrafterConfig (drafters/base.py)."""

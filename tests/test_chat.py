@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from dloop_train.config import CONF, TargetConfig, build, option
 from dloop_train.data.chat import prompt_ids
-from dloop_train.data.responses import read_responses
 from dloop_train.data.store import FeatureStore
 from dloop_train.phases import artifacts, cache, generate
 from dloop_train.serving import LoopedModel
@@ -112,7 +111,7 @@ def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
     assert len(store) == 6
     for sample in store:
         assert sample.tokens[~sample.loss_mask].tolist() == expected[sample.id]
-    judged = [r for split in ("validation", "test") for r in read_responses(artifacts.responses(config).folder, split)]
+    judged = [r for split in ("validation", "test") for r in artifacts.greedy_responses(config, split)]
     assert judged and all(r.prompt_ids == expected[r.id] for r in judged)
     asked = []
     prompt = next(p for p in config.prompts.read() if p.id == judged[0].id)

@@ -119,17 +119,58 @@ def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
     assert torch.equal(output.last_hidden, hidden[-1])
 
 
+SHORT = ["+drafter=dflash", "+target=tiny_llama", "prompts.limit=3", "generate.max_new_tokens=2", "generate.greedy_max_new_tokens=2", "generate.greedy_prompts=2"]
+
+
 def test_what_is_answered_is_not_answered_again(tmp_path, monkeypatch):
     """Going on after a kill: the target is not even loaded where every file is there."""
-    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "prompts.limit=3", "generate.max_new_tokens=2", "generate.greedy_max_new_tokens=2",
-                      "generate.greedy_prompts=2")
-    folder = artifacts.responses(config).begin()
-    generate.write_questions(config, folder)
-    generate.answer(config, folder)
+    config = composed(*SHORT, f"root={tmp_path}")
+    generate.write_questions(config)
+    generate.answer(config)
     monkeypatch.setattr(generate, "load_target", lambda *_, **__: pytest.fail("the target was loaded for nothing"))
     monkeypatch.setattr(generate, "encoded", lambda *_: pytest.fail("the prompts were tokenised again"))
     generate.run(config)
-    assert artifacts.responses(config).facts()["prompts"] == 3
+    assert artifacts.responses(config).facts()["prompts"] == 3 and artifacts.greedy(config).facts()["test"] == 2
+
+
+@pytest.mark.parametrize("change", ["generate.greedy_prompts=3", "generate.greedy_max_new_tokens=3", "++evaluate.dtype=float32"])
+def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monkeypatch):
+    """Its answers, and with them its features: neither is made again, nor is the trained run another."""
+    before, after = (composed(*SHORT, f"root={tmp_path}", *more) for more in ([], [change]))
+    assert artifacts.responses(before).key == artifacts.responses(after).key and artifacts.features(before).key == artifacts.features(after).key
+    assert artifacts.greedy(before).key != artifacts.greedy(after).key
+    generate.run(before)
+    monkeypatch.setattr(generate, "respond", lambda *_, **__: pytest.fail("a training prompt was answered again"))
+    monkeypatch.setattr(generate, "write_training", lambda *_: pytest.fail("a training prompt was tokenised again"))
+    generate.write_questions(after)
+    assert generate.all_files(after) == [generate.greedy_files(artifacts.greedy(after).partial, split) for split in generate.GREEDY]
+    generate.run(after)
+    assert len(artifacts.greedy_responses(after, "test")) == after.generate.greedy_prompts
+    assert len(artifacts.greedy_responses(before, "test")) == 2  # they are still there
+    for one, more in zip(artifacts.greedy_responses(before, "test"), artifacts.greedy_responses(after, "test"), strict=False):
+        assert one.id == more.id
+
+
+@pytest.mark.parametrize("change", ["generate.max_new_tokens=3", "++generate.seed=1", "++target.sampling.temperature=0.5", "++target.dtype=bfloat16"])
+def test_what_shapes_training_answers_shapes_no_greedy_ones(change, tmp_path):
+    before, after = (composed(*SHORT, f"root={tmp_path}", *more) for more in ([], [change]))
+    assert artifacts.responses(before).key != artifacts.responses(after).key and artifacts.greedy(before).key == artifacts.greedy(after).key
+
+
+def test_fewer_training_prompts_leave_the_greedy_answers_as_they_are(tmp_path, monkeypatch):
+    before, after = (composed(*SHORT, f"root={tmp_path}", f"++prompts.limit={limit}") for limit in (3, 2))
+    generate.run(before)
+    monkeypatch.setattr(generate, "decode_plain", lambda *_, **__: pytest.fail("a greedy answer was made again"))
+    generate.write_questions(after)
+    assert generate.all_files(after) == [generate.batch_files(after, artifacts.responses(after).partial)]
+    generate.run(after)
+    assert artifacts.responses(after).facts()["prompts"] == 2
+
+
+def test_greedy_answers_that_are_not_there_are_named(tmp_path):
+    config = composed(*SHORT, f"root={tmp_path}")
+    with pytest.raises(FileNotFoundError, match=f"greedy/{artifacts.greedy(config).key} does not exist yet"):
+        artifacts.greedy_responses(config, "test")
 
 
 def test_batched_answers_do_not_depend_on_the_batch(tiny_target):
@@ -348,4 +389,5 @@ def test_a_prompt_that_the_template_refuses_is_left_out(tmp_path, monkeypatch):
                       "generate.greedy_prompts=2")
     generate.run(config)
     facts = artifacts.responses(config).facts()
-    assert 0 < facts["prompts"] < 12 and 12 - facts["prompts"] <= facts["left_out"] == facts["left_out_for"]["the chat template refused it: no system turns"]
+    assert 0 < facts["prompts"] < 12 and 12 - facts["prompts"] == facts["left_out"] == facts["left_out_for"]["the chat template refused it: no system turns"]
+    assert artifacts.greedy(config).facts()["left_out"] > 0 and artifacts.greedy(config).facts()["validation"] == 2

@@ -116,7 +116,7 @@ def records(root: Path) -> dict:
     folder = root / "runs" / "dflash-tiny_llama"
     rounds = {path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)] for path in sorted(folder.glob("evaluation/rounds/*.jsonl"))}
     shards = [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))]
-    return {"responses": [path.read_text() for path in sorted(root.glob("responses/*/*.jsonl"))], "shards": shards, "rounds": rounds,
+    return {"responses": [path.read_text() for kind in ("responses", "greedy") for path in sorted(root.glob(f"{kind}/*/*.jsonl"))], "shards": shards, "rounds": rounds,
             "losses": [(row["step"], row["loss"]) for row in map(json.loads, open(folder / "metrics.jsonl"))],
             "weights": (folder / "drafter" / "model.safetensors").read_bytes()}
 

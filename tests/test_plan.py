@@ -40,8 +40,8 @@ def test_a_dry_run_prints_the_keys_and_leaves_no_trace(pair, tmp_path, capsys, m
     config = composed(f"root={tmp_path / 'root'}", *pair_of(pair))
     plan.run(config)
     printed = capsys.readouterr().out
-    for name, artifact in (("generate", artifacts.responses(config)), ("cache", artifacts.features(config))):
-        assert [name, "absent", "runs", artifact.key, str(artifact.folder)] in [line.split() for line in printed.splitlines()]
+    for name, artifact in (("generate", artifacts.responses(config)), ("generate (greedy)", artifacts.greedy(config)), ("cache", artifacts.features(config))):
+        assert [*name.split(), "absent", "runs", artifact.key, str(artifact.folder)] in [line.split() for line in printed.splitlines()]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,14 +86,14 @@ def test_bytes_of_a_store_are_exact(tmp_path):
     config, before = planned(tmp_path, "+drafter=dflash", *TINY)
     generate.run(config)
     artifacts.features(config).begin()
-    assert [line.state for line in plan.phase_lines(config)[:3]] == ["complete", "partial", "absent"]
+    assert [line.state for line in plan.phase_lines(config)[:4]] == ["complete", "complete", "partial", "absent"]
     cache.run(config)
     after = plan.estimate(config)
     tensors = [tensor for file in artifacts.features(config).folder.glob("*.safetensors") for tensor in load_file(file).values()]
     assert after.counts.measured and after.store_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert after.store_bytes <= before.store_bytes and after.present_bytes >= after.store_bytes
     assert after.counts.samples == artifacts.responses(config).facts()["prompts"] == 6 and after.steps == 1
-    assert [line.action for line in after.phases] == ["skipped", "skipped", "runs", "runs", "runs", "runs"]
+    assert [line.action for line in after.phases] == ["skipped", "skipped", "skipped", "runs", "runs", "runs", "runs"]
 
 
 def test_target_flops_by_hand(tmp_path):

@@ -1,5 +1,6 @@
 """Responders over HTTP: a real server on the tiny target, with faults; and vLLM's, where one runs."""
 
+import contextlib
 import json
 import os
 import signal
@@ -25,14 +26,14 @@ from dloop_train.targets.sources import load_target
 
 
 class Server(ThreadingHTTPServer):
-    """Completions of the tiny target over OpenAI's protocol, as vLLM gives them. `faults` are taken one a request."""
+    """Completions of the tiny target over OpenAI's protocol, as vLLM gives them. `faults` are taken one a request; greedy ones, by which the model is known, are kept apart."""
 
     daemon_threads = True
 
     def __init__(self, target, *, model="tiny", gives_ids=True):
         super().__init__(("127.0.0.1", 0), Handler)
         self.target, self.model, self.gives_ids = target, model, gives_ids
-        self.faults, self.asked, self.lock = [], [], threading.Lock()
+        self.faults, self.asked, self.judged, self.lock = [], [], [], threading.Lock()
         self.running = self.most = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -68,6 +69,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["temperature"] == 0:
+            server.judged.append(body)
+            return self.answer(None, body)
         with server.lock:
             fault = server.faults.pop(0) if server.faults else None
             server.asked.append(body | {"key": self.headers["Authorization"]})
@@ -116,7 +120,7 @@ def config_for(root, *urls, **changes):
         splits = ["train"] * 12 + ["validation", "test"]
         prompts.write_text("".join(json.dumps({"id": f"p{number}", "prompt": "say" + " it" * number, "split": split}) + "\n" for number, split in enumerate(splits)))
     settings = {"generate.max_new_tokens": 8, "generate.greedy_max_new_tokens": 2, "generate.greedy_prompts": 1, "responder.concurrency": 4,
-                "responder.timeout": 0.5} | changes
+                "responder.timeout": 0.5, "evaluate.dtype": "float32"} | changes
     return composed("+drafter=dflash", "+target=tiny_llama", "responder=openai", "prompts=jsonl", f"prompts.path={prompts}", f"root={root}", f"responder.urls=[{','.join(urls)}]",
                     *(f"++{name}={value}" for name, value in settings.items()))
 
@@ -240,6 +244,92 @@ def test_servers_take_turns_and_stand_in_for_each_other(server, tiny, tmp_path):
     second.shutdown()
 
 
+@pytest.fixture(scope="module")
+def sibling():
+    """Another model with the same tokenizer: a head of its own, since all with tied ones repeat the last token."""
+    return load_target(composed("+drafter=dflash", "+target=tiny_llama", "target.config.tie_word_embeddings=false").target, dtype="float64", device="cpu")
+
+
+def test_a_server_is_known_by_the_targets_greedy_text(server, tmp_path, capfd):
+    """Few requests, and none of a training prompt before."""
+    config = config_for(tmp_path, server.url, **{"generate.greedy_max_new_tokens": 6})
+    generate.run(config)
+    assert "chooses 12 of 12 tokens of the target's own greedy text" in capfd.readouterr().err
+    assert len(server.judged) == 2 and artifacts.responses(config).facts()["model"] == "tiny"
+
+
+def test_a_server_of_another_model_is_refused(server, sibling, tmp_path):
+    """Its ids look right. One of several is enough, and is named; nothing of its answers is kept, and the greedy ones are."""
+    other = Server(sibling)
+    config = config_for(tmp_path, server.url, other.url, **{"generate.greedy_max_new_tokens": 6})
+    with pytest.raises(ValueError, match=rf"tiny at {other.url} is not the target tiny_llama .*chooses the target's token 0 times of 12, responder.agreement=0.95 is asked. Serve the target"):
+        generate.run(config)
+    other.shutdown()
+    assert server.asked == other.asked == [] and read_jsonl(artifacts.responses(config).partial / generate.ANSWERS) == []
+    assert artifacts.greedy(config).complete and not artifacts.responses(config).complete
+    generate.run(config_for(tmp_path, server.url, **{"generate.greedy_max_new_tokens": 6}))
+    assert len(texts(config)) == 12
+
+
+def test_without_greedy_answers_nobody_knows_the_server(server, tmp_path, capfd):
+    generate.run(config_for(tmp_path, server.url, **{"generate.greedy_prompts": 0}))
+    assert "WARNING: nothing shows that tiny at" in capfd.readouterr().err and server.judged == []
+
+
+def said_but(text: Response, *others: int, asked: list):
+    """A server that chooses the text's own tokens but at some places, and then goes on with its own."""
+    def said(ids, count):
+        asked.append(count)
+        at = len(ids) - len(text.prompt_ids)
+        own = text.response_ids[at:at + count]
+        first = next((number for number in range(len(own)) if at + number in others), len(own))
+        return own[:first] + [-1] * (len(own) - first)
+    return said
+
+
+@pytest.mark.parametrize("others, found, requests", [((), (20, 20), 1), ((5, 13), (20, 18), 3), ((0, 19), (20, 18), 2), (range(20), (8, 0), 8), (range(10, 20), (18, 10), 8)])
+def test_every_token_is_judged_after_the_texts_own(others, found, requests):
+    """One that differs costs itself alone; a text with many is soon left."""
+    text, asked = Response("t", "all", [1, 2], list(range(3, 23)), False, ""), []
+    assert openai.agreement(said_but(text, *others, asked=asked), text) == openai.Agreement(*found) and len(asked) == requests
+
+
+def test_what_a_server_refuses_says_nothing_of_its_model():
+    text = Response("t", "all", [1, 2], [3, 4, 5], False, "")
+
+    def refuse(ids, count):
+        raise openai.Refused("too long")
+    assert openai.agreement(refuse, text) == openai.Agreement(0, 0)
+    assert openai.agreement(lambda ids, count: [3], text) == openai.Agreement(3, 1)  # it ended where the target goes on
+
+
+@pytest.mark.parametrize("judged, same, right", [(100, 95, True), (100, 94, False), (4, 3, True), (4, 2, False), (1000, 979, True), (905, 720, False)])
+def test_the_share_that_must_agree(judged, same, right):
+    """Other kernels may turn over a few near ties, of a short text one."""
+    target = composed("+drafter=dflash", "+target=tiny_llama").target
+    with contextlib.nullcontext() if right else pytest.raises(ValueError, match="is not the target tiny_llama"):
+        openai.require_agreement(openai.Agreement(judged, same), 0.95, "m at u", target)
+
+
+def test_answers_of_two_models_do_not_mix(server, tmp_path):
+    """Half are there when another model is served, under the target's own name or not; named, it has a key of its own."""
+    stop = {"responder.retries": 0, "responder.concurrency": 1}
+    config = config_for(tmp_path, server.url, **stop)
+    server.faults = [None] * 5 + [500]
+    with pytest.raises(ConnectionError):
+        generate.run(config)
+    server.model = "tiny-fp8"
+    with pytest.raises(ValueError, match=r"answers.jsonl holds 5 answers of tiny, and the servers have tiny-fp8 now: serve tiny again, or set responder.model=tiny-fp8"):
+        generate.run(config)
+    server.asked.clear()
+    named = config_for(tmp_path, server.url, **stop, **{"responder.model": "tiny-fp8"})
+    generate.run(named)
+    assert len(server.asked) == 12 == len(texts(named)) and not artifacts.responses(config).complete
+    server.model = "tiny"
+    generate.run(config)
+    assert len(server.asked) == 12 + 7 and len(texts(config)) == 12
+
+
 def test_models_names_are_checked(server, tiny, tmp_path):
     other = Server(tiny, model="other")
     with pytest.raises(ValueError, match=r"serves \['tiny'\], not responder.model=wanted"):
@@ -250,7 +340,7 @@ def test_models_names_are_checked(server, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("changes, says", [({"urls": "[]"}, "name at least one"), ({"urls": "[localhost:8000]"}, "looks like http"), ({"concurrency": 0}, "positive"),
-                                           ({"max_refused": 5}, "share of 1")])
+                                           ({"max_refused": 5}, "share of 1"), ({"agreement": 95}, "share of 1")])
 def test_wrong_settings_are_named(changes, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         config_for(tmp_path, "http://localhost:8000/v1", **{f"responder.{name}": value for name, value in changes.items()})
@@ -261,6 +351,8 @@ def test_responses_of_servers_have_a_key_of_their_own(tmp_path):
     remote = [composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "responder=openai", *more)
               for more in ([], ["responder.urls=[http://a:1/v1,http://b:1/v1]"], ["generate.batch_size=3"])]
     assert len({artifacts.responses(config).key for config in remote}) == 1
+    named = [composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "responder=openai", f"++responder.model={model}") for model in ("a", "b")]
+    assert len({artifacts.responses(config).key for config in [remote[0], *named]}) == 3
     assert artifacts.responses(local).key != artifacts.responses(remote[0]).key
 
 
@@ -292,7 +384,7 @@ def test_kill_and_rerun_asks_for_what_is_missing(server, tmp_path):
     config = config_for(tmp_path, server.url)
     command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "responder=openai", "prompts=jsonl", f"prompts.path={tmp_path / 'prompts.jsonl'}",
                f"responder.urls=[{server.url}]", "responder.concurrency=2", "generate.max_new_tokens=8", "generate.greedy_max_new_tokens=2", "generate.greedy_prompts=1",
-               "name=test", "phases=[generate]"]
+               "evaluate.dtype=float32", "name=test", "phases=[generate]"]
     answers = artifacts.responses(config).partial / generate.ANSWERS
     server.faults = [None] * 5 + ["slow"] * 1000
     started = subprocess.Popen(command, env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -40,7 +40,7 @@ def test_only_missing_files_are_made(tmp_path):
 
 
 def made(root: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(root)): file.read_bytes() for kind in ("responses", "features") for file in sorted(root.glob(f"{kind}/*/*")) if file.is_file()}
+    return {str(file.relative_to(root)): file.read_bytes() for kind in ("responses", "greedy", "features") for file in sorted(root.glob(f"{kind}/*/*")) if file.is_file()}
 
 
 def run(root: Path, *more: str) -> subprocess.CompletedProcess:

@@ -71,7 +71,7 @@ def records(root: Path) -> dict:
     """What must not depend on interruptions."""
     run = root / "runs" / "eagle3-tiny_llama"
     rounds = {path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)] for path in sorted(run.glob("evaluation/rounds/*.jsonl"))}
-    return {"responses": [path.read_text() for path in sorted(root.glob("responses/*/*.jsonl"))], "rounds": rounds,
+    return {"responses": [path.read_text() for kind in ("responses", "greedy") for path in sorted(root.glob(f"{kind}/*/*.jsonl"))], "rounds": rounds,
             "shards": [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))],
             "losses": [(row["step"], row["loss"]) for row in map(json.loads, open(run / "metrics.jsonl"))], "weights": (run / "drafter" / "model.safetensors").read_bytes()}
 

@@ -40,7 +40,8 @@ def prepared(root):
     target = load_target(config.target, dtype="float32", device="cpu")
     prompts = [list(range(60 + 7 * number, 72 + 7 * number)) for number in range(3)]
     rows = [Response(f"prompt-{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "").row() for number, ids in enumerate(prompts)]
-    write_jsonl(artifacts.responses(config).folder / "validation.jsonl", rows)
+    write_jsonl(artifacts.greedy(config).begin() / "validation.jsonl", rows)
+    artifacts.greedy(config).finish()
     write_atomic(artifacts.run_folder(config) / "costs.json", json.dumps(COSTS.row()))
     return config
 

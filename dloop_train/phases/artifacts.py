@@ -1,10 +1,11 @@
-"""Artifacts: which settings shape the responses, the features and a run, and so their keys."""
+"""Artifacts: which settings shape the responses, the greedy ones, the features and a run, and so their keys."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 from dloop_train.config import Config
+from dloop_train.data.responses import Response, Rows, read_responses
 from dloop_train.runs import Artifact
 from dloop_train.targets.responders import Remote
 from dloop_train.types import Reads
@@ -19,13 +20,27 @@ def target_settings(config: Config) -> dict:
 
 
 def responses(config: Config) -> Artifact:
-    generate = asdict(config.generate)
+    """The training prompts' answers."""
+    generate = {name: value for name, value in asdict(config.generate).items() if not name.startswith("greedy_")}
     if isinstance(config.responder, Remote):
         generate.pop("batch_size")  # here bf16 sums depend on who stands in a batch, there nobody knows
-    if config.evaluate.dtype != config.target.dtype:
-        generate["greedy_dtype"] = config.evaluate.dtype
     return Artifact(config.root / "responses", {"target": target_settings(config), "prompts": config.prompts.settings(),
                                                 "sampling": asdict(config.target.sampling), **generate, **config.responder.settings()})
+
+
+def greedy(config: Config) -> Artifact:
+    """The validation and test prompts' greedy answers, in the dtype that is evaluated. A key of their own: more of them, or others, leave the training as it is."""
+    target = target_settings(config) | {"dtype": config.evaluate.dtype}
+    prompts = {name: value for name, value in config.prompts.settings().items() if name != "limit"}  # it cuts training prompts alone
+    generate = {name: value for name, value in asdict(config.generate).items() if name.startswith("greedy_") or name == "max_prompt_tokens"}
+    return Artifact(config.root / "greedy", {"target": target, "prompts": prompts, **generate})
+
+
+def greedy_responses(config: Config, split: str) -> Rows[Response]:
+    """The greedy answers of validation or test."""
+    artifact = greedy(config)
+    artifact.facts()
+    return read_responses(artifact.folder, split)
 
 
 def features(config: Config) -> Artifact:
@@ -55,7 +70,7 @@ def taps(config: Config) -> list[int]:
 
 def described(config: Config) -> dict:
     """Every setting of a run as plain values, and the keys of the data it is made from."""
-    return json.loads(json.dumps(asdict(config), default=str)) | {"data": {"responses": responses(config).key, "features": features(config).key}}
+    return json.loads(json.dumps(asdict(config), default=str)) | {"data": {"responses": responses(config).key, "greedy": greedy(config).key, "features": features(config).key}}
 
 
 def run_folder(config: Config) -> Path:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
 from dloop_train.config import Config, check
-from dloop_train.data.responses import Response, read_responses
+from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import Costs, measure_costs, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
@@ -58,7 +58,7 @@ def run(config: Config) -> None:
         return
     target = load_target(config.target, dtype=config.evaluate.dtype)
     drafters = {label: load_for(target, path, config) for label, path in folders.items()}
-    responses = read_responses(artifacts.responses(config).folder, "test")
+    responses = artifacts.greedy_responses(config, "test")
     if len(responses) < config.evaluate.prompts:
         say(f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})")
     responses = responses[:config.evaluate.prompts]
@@ -106,7 +106,7 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
     """Start anew when what is evaluated has changed."""
     weights = {label: weights_digest(path) for label, path in folders.items()}
     sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
-    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter), "responses": artifacts.responses(config).key,
+    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter), "greedy": artifacts.greedy(config).key,
                                 "settings": [[s.label, repr(s.gate)] for s in settings], **sampled})}
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
@@ -178,7 +178,7 @@ def decode_one(config: Config, target: Target, drafter: Drafter | None, setting:
 
 def replay_settings(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], responses: list[Response]) -> None:
     """Costs and threshold sweeps per drafter, on test responses and, for choosing, on validation responses."""
-    validation = read_responses(artifacts.responses(config).folder, "validation")[:config.train.validate_prompts]
+    validation = artifacts.greedy_responses(config, "validation")[:config.train.validate_prompts]
     prompts = [response.prompt_ids for response in sorted(responses, key=lambda r: -len(r.response_ids))]
     swept, costs, by_shape = {}, {}, {}
     for label, drafter in tqdm(drafters.items(), desc="replay", unit="drafter"):

@@ -4,8 +4,8 @@ import json
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from dloop_train.launch import processes, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
 from dloop_train.ranks import initialise_distributed, say
-from dloop_train.runs import write_atomic, write_jsonl
+from dloop_train.runs import Artifact, write_atomic, write_jsonl
 from dloop_train.targets.prepack import prepack
 from dloop_train.targets.responders import Refusal, Remote, decode_plain, respond
 from dloop_train.targets.sources import load_target, load_tokenizer
@@ -29,45 +29,62 @@ from dloop_train.targets.target import Target
 GREEDY = ("validation", "test")
 UNMERGED = "unmerged"
 """Folder of what is merged in the end."""
-ANSWERS = f"{UNMERGED}/answers.jsonl"
+ANSWERS, SERVED = f"{UNMERGED}/answers.jsonl", f"{UNMERGED}/served.json"
+KNOWN = 8
+"""Greedy answers of validation, and as many of test, that a server's model is known by."""
 FEW = 10
 """Refusals that are no high share yet, whatever they are a share of."""
 
 
 def run(config: Config) -> None:
-    artifact = artifacts.responses(config)
-    if artifact.complete:
-        say(f"generate: done before, {artifact.folder}")
+    training, greedy = artifacts.responses(config), artifacts.greedy(config)
+    if training.complete and greedy.complete:
+        say(f"generate: done before, {training.folder} and {greedy.folder}")
         return
-    folder = artifact.begin()
-    write_questions(config, folder)
-    refused = ask(config, folder) if isinstance(config.responder, Remote) else []
-    if processes(config) > 1 and any(missing(files) for files in all_files(config, folder)):
+    write_questions(config)
+    asked = unanswered(config) if isinstance(config.responder, Remote) and not training.complete else None
+    model = config.responder.connect() if asked and asked.waiting else ""  # before this machine's own work, which takes long
+    if processes(config) > 1 and any(missing(files) for files in all_files(config)):
         start_ranks(config, "generate")
-    answer(config, folder)
-    training = merge([folder / ANSWERS] if isinstance(config.responder, Remote) else batch_files(config, folder), ids_of(folder, "train"), folder / "train.jsonl")
-    for split in GREEDY:
-        merge(greedy_files(folder, split), ids_of(folder, split), folder / f"{split}.jsonl")
-    left_out = json.loads((folder / LEFT_OUT).read_text())
-    artifact.finish(prompts=training.rows, left_out=sum(left_out.values()) + len(refused), left_out_for=left_out | Counter(shortened(r.reason) for r in refused),
-                    response_tokens=training.response_tokens, tokens=training.prompt_tokens + training.response_tokens, unfinished=training.unfinished)
-    shutil.rmtree(artifact.folder / UNMERGED)
-    say(f"generate: {training.unfinished} of {training.rows} answers were cut by generate.max_new_tokens={config.generate.max_new_tokens}")
-    say(f"generate: {artifact.folder}")
+    answer(config)
+    if not greedy.complete:
+        finish(greedy, {split: merge(greedy_files(greedy.partial, split), ids_of(greedy.partial, split), greedy.partial / f"{split}.jsonl").rows for split in GREEDY})
+    if not training.complete:
+        refused = ask(config, asked, model) if asked and asked.waiting else []
+        finish_training(config, refused)
 
 
 def rank_main(config: Config) -> None:
     """One rank of the phase."""
     initialise_distributed(config.launch.threads)
-    answer(config, artifacts.responses(config).partial)
+    answer(config)
 
 
-def answer(config: Config, folder: Path) -> None:
+def answer(config: Config) -> None:
     """What this machine's own target answers."""
-    if not isinstance(config.responder, Remote):
-        answer_training(config, folder)
-    for split in GREEDY:
-        answer_greedily(config, folder, split)
+    training, greedy = artifacts.responses(config), artifacts.greedy(config)
+    if not training.complete and not isinstance(config.responder, Remote):
+        answer_training(config, training.partial)
+    for split in GREEDY if not greedy.complete else ():
+        answer_greedily(config, greedy.partial, split)
+
+
+def finish_training(config: Config, refused: list[Refusal]) -> None:
+    artifact, remote = artifacts.responses(config), isinstance(config.responder, Remote)
+    folder = artifact.partial
+    files = [folder / ANSWERS] if remote else batch_files(config, folder)
+    merged = merge(files, ids_of(folder, "train"), folder / "train.jsonl")
+    finish(artifact, {"prompts": merged.rows, "response_tokens": merged.response_tokens, "tokens": merged.prompt_tokens + merged.response_tokens,
+                      "unfinished": merged.unfinished, **(served(folder) if remote else {})}, refused)
+    say(f"generate: {merged.unfinished} of {merged.rows} answers were cut by generate.max_new_tokens={config.generate.max_new_tokens}")
+
+
+def finish(artifact: Artifact, facts: dict, refused: Sequence[Refusal] = ()) -> None:
+    """Of a folder whose answers are merged."""
+    left_out = Counter(json.loads((artifact.partial / LEFT_OUT).read_text())) + Counter(shortened(refusal.reason) for refusal in refused)
+    artifact.finish(**facts, left_out=left_out.total(), left_out_for=left_out)
+    shutil.rmtree(artifact.folder / UNMERGED)
+    say(f"generate: {artifact.folder}")
 
 
 # Questions
@@ -76,40 +93,57 @@ def answer(config: Config, folder: Path) -> None:
 QUESTIONS, LEFT_OUT, ORDER = f"{UNMERGED}/questions", f"{UNMERGED}/questions/left_out.json", f"{UNMERGED}/questions/order.npy"
 
 
-def write_questions(config: Config, folder: Path) -> None:
-    """Every prompt as ids, once, for all ranks; last of all what was left out and why."""
-    if (folder / LEFT_OUT).is_file():
-        return
-    prompts, lengths, others, left_out = config.prompts.read(), [], defaultdict(list), Counter()
+def write_questions(config: Config) -> None:
+    """Every prompt as ids, once, for all ranks; last of all, in each folder, what was left out and why."""
+    training, greedy = artifacts.responses(config), artifacts.greedy(config)
+    wanted = [artifact for artifact in (training, greedy) if not artifact.complete and not (artifact.begin() / LEFT_OUT).is_file()]
+    prompts = config.prompts.read() if wanted else []
+    if training in wanted:
+        write_training(config, training.partial, [prompt for prompt in prompts if prompt.split == "train"])
+    if greedy in wanted:
+        write_greedy(config, greedy.partial, [prompt for prompt in prompts if prompt.split in GREEDY])
 
-    def training() -> Iterator[Question]:
-        for prompt, ids in encoded(config, prompts):
-            if isinstance(ids, str):
-                left_out[ids] += 1
-            elif prompt.split == "train":
-                lengths.append((len(ids), prompt.id))
-                yield Question(prompt.id, prompt.category, ids)
-            else:
-                others[prompt.split].append(Question(prompt.id, prompt.category, ids))
-    write_rows(folder / QUESTIONS / "train.jsonl", training(), Question)
-    for split in GREEDY:
-        write_rows(folder / QUESTIONS / f"{split}.jsonl", spread(others[split], config.generate.greedy_prompts), Question)
-    for reason, count in left_out.items():
-        say(f"generate: {count} of {len(prompts)} prompts are left out: {reason}")
+
+def write_training(config: Config, folder: Path, prompts: list[Prompt]) -> None:
+    lengths, left_out = [], Counter()
+
+    def questions() -> Iterator[Question]:
+        for question in encoded(config, prompts, left_out):
+            lengths.append((len(question.prompt_ids), question.id))
+            yield question
+    write_rows(folder / QUESTIONS / "train.jsonl", questions(), Question)
     check(bool(lengths), f"no training prompt is left of {len(prompts)}: {dict(left_out)}")
     np.save(folder / ORDER, sorted(range(len(lengths)), key=lengths.__getitem__))
+    write_left_out(folder, left_out, f"{len(prompts)} training prompts")
+
+
+def write_greedy(config: Config, folder: Path, prompts: list[Prompt]) -> None:
+    left_out = Counter()
+    for split in GREEDY:
+        questions = list(encoded(config, [prompt for prompt in prompts if prompt.split == split], left_out))
+        write_rows(folder / QUESTIONS / f"{split}.jsonl", spread(questions, config.generate.greedy_prompts), Question)
+    write_left_out(folder, left_out, f"{len(prompts)} validation and test prompts")
+
+
+def write_left_out(folder: Path, left_out: Counter[str], of: str) -> None:
+    for reason, count in left_out.items():
+        say(f"generate: {count} of {of} are left out: {reason}")
     write_atomic(folder / LEFT_OUT, json.dumps(left_out))
 
 
-def encoded(config: Config, prompts: list[Prompt]) -> Iterator[tuple[Prompt, list[int] | str]]:
-    """Each prompt's ids, or why it is left out."""
+def encoded(config: Config, prompts: list[Prompt], left_out: Counter[str]) -> Iterator[Question]:
+    """Prompts as ids; counts in `left_out` why others are none."""
     tokenizer, most = load_tokenizer(config.target), config.generate.max_prompt_tokens
     for prompt in tqdm(prompts, unit="prompt", desc="tokenise"):
         try:
             ids = prompt_ids(tokenizer, list(prompt.messages), config.target)
         except TemplateError as error:  # Gemma's has no system turns, for example
-            ids = f"the chat template refused it: {error}"
-        yield prompt, ids if isinstance(ids, str) or len(ids) <= most else f"longer than generate.max_prompt_tokens={most}"
+            left_out[f"the chat template refused it: {error}"] += 1
+            continue
+        if len(ids) <= most:
+            yield Question(prompt.id, prompt.category, ids)
+        else:
+            left_out[f"longer than generate.max_prompt_tokens={most}"] += 1
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:
@@ -172,10 +206,11 @@ def greedy_files(folder: Path, split: str) -> list[Path]:
     return [folder / UNMERGED / "greedy" / f"{split}-{number:06d}.jsonl" for number in range(len(questions_of(folder, split)))]
 
 
-def all_files(config: Config, folder: Path) -> list[list[Path]]:
+def all_files(config: Config) -> list[list[Path]]:
     """What the ranks make."""
-    training = [] if isinstance(config.responder, Remote) else [batch_files(config, folder)]
-    return training + [greedy_files(folder, split) for split in GREEDY]
+    training, greedy = artifacts.responses(config), artifacts.greedy(config)
+    batches = [] if training.complete or isinstance(config.responder, Remote) else [batch_files(config, training.partial)]
+    return batches + [greedy_files(greedy.partial, split) for split in GREEDY if not greedy.complete]
 
 
 def answered(question: Question, ids: list[int], target: Target) -> Response:
@@ -185,30 +220,60 @@ def answered(question: Question, ids: list[int], target: Target) -> Response:
 # Answers of servers
 
 
-def ask(config: Config, folder: Path) -> list[Refusal]:
-    """The training prompts that are not answered yet; returns those that were refused, which a later run asks again."""
+@dataclass(frozen=True)
+class Asked:
+    """What servers have answered of the training prompts, and the numbers of those that they have not."""
+
+    questions: Rows[Question]
+    log: AnswerLog
+    waiting: list[int]
+
+
+def unanswered(config: Config) -> Asked:
+    folder = artifacts.responses(config).partial
     questions, log = questions_of(folder, "train"), AnswerLog(folder / ANSWERS)
-    waiting = [number for number, question in enumerate(questions) if question.id not in log.ids]
-    if not waiting:
-        return []
-    config.responder.connect()
+    return Asked(questions, log, [number for number, identity in enumerate(ids_of(folder, "train")) if identity not in log.ids])
+
+
+def ask(config: Config, asked: Asked, model: str) -> list[Refusal]:
+    """The training prompts that are not answered yet; returns those that were refused, which a later run asks again."""
+    folder, responder, tokenizer = artifacts.responses(config).partial, config.responder, load_tokenizer(config.target)
+    require_same_model(folder, model, asked.log)
+    responder.require_target(model, known_texts(config), config.target, config.generate, tokenizer)
     refused, tokens = [], 0
-    answers = config.responder.answers((questions[number] for number in waiting), config.target, config.generate, load_tokenizer(config.target))
-    with tqdm(total=len(questions), initial=len(log.ids), unit="prompt", desc="generate") as bar:
+    answers = responder.answers(model, (asked.questions[number] for number in asked.waiting), config.target, config.generate, tokenizer)
+    with tqdm(total=len(asked.questions), initial=len(asked.log.ids), unit="prompt", desc="generate") as bar:
         for found in answers:
             if isinstance(found, Refusal):
                 refused.append(found)
-                require_few(refused, max(bar.n + 1, FEW / max(config.responder.max_refused, 1e-9)), config.responder)
+                require_few(refused, max(bar.n + 1, FEW / max(responder.max_refused, 1e-9)), responder)
             else:
-                log.append(found)
+                asked.log.append(found)
                 tokens += len(found.response_ids)
             bar.update()
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False)
-    require_few(refused, len(questions), config.responder)
+    require_few(refused, len(asked.questions), responder)
     write_jsonl(folder / "refused.jsonl", map(asdict, refused))
     for reason, count in Counter(shortened(refusal.reason) for refusal in refused).most_common():
-        say(f"generate: {count} of {len(questions)} prompts are left out: {reason}")
+        say(f"generate: {count} of {len(asked.questions)} prompts are left out: {reason}")
     return refused
+
+
+def require_same_model(folder: Path, model: str, log: AnswerLog) -> None:
+    """Stop where others of a training's answers came from another model than the servers have now; write down which it is."""
+    before = served(folder).get("model", model) if log.ids else model
+    check(before == model, f"{log.path} holds {len(log.ids)} answers of {before}, and the servers have {model} now: serve {before} again, "
+          f"or set responder.model={model}, whose answers have a key of their own")
+    write_atomic(folder / SERVED, json.dumps({"model": model}))
+
+
+def served(folder: Path) -> dict:
+    return json.loads((folder / SERVED).read_text()) if (folder / SERVED).is_file() else {}
+
+
+def known_texts(config: Config) -> list[Response]:
+    """Some of the target's own greedy answers, by which a server's model can be known."""
+    return [response for split in GREEDY for response in artifacts.greedy_responses(config, split)[:KNOWN]]
 
 
 def require_few(refused: list[Refusal], of: float, responder: Remote) -> None:

@@ -36,7 +36,7 @@ UTILISATION = 0.3
 
 @dataclass(frozen=True)
 class PhaseLine:
-    """One phase and what it leaves behind."""
+    """One phase and what it leaves behind; generate leaves two things."""
 
     name: str
     state: str
@@ -276,14 +276,15 @@ def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
 
 def phase_lines(config: Config) -> list[PhaseLine]:
     """Every phase in order, with what is on disk of it."""
-    folder, responses, features = artifacts.run_folder(config), artifacts.responses(config), artifacts.features(config)
+    folder, responses, greedy, features = artifacts.run_folder(config), artifacts.responses(config), artifacts.greedy(config), artifacts.features(config)
     training = key_of(settings_of(config))
-    found = [("generate", state_of(responses), responses.key, responses.folder), ("cache", state_of(features), features.key, features.folder),
+    found = [("generate", state_of(responses), responses.key, responses.folder), ("generate (greedy)", state_of(greedy), greedy.key, greedy.folder),
+             ("cache", state_of(features), features.key, features.folder),
              ("train", state(finished(config), (folder / "checkpoints" / POINTER).is_file()), training, folder / "checkpoints"),
              ("export", state((folder / "drafter" / "config.json").is_file(), (folder / "drafter.partial").exists()), "-", folder / "drafter"),
              ("evaluate", state((folder / "evaluation" / "settings.json").is_file(), (folder / "evaluation").exists()), "-", folder / "evaluation"),
              ("report", state((folder / "report.html").is_file(), False), "-", folder / "report.html")]
-    return [PhaseLine(name, how_far, action_of(name, how_far, config.phases), key, path) for name, how_far, key, path in found]
+    return [PhaseLine(name, how_far, action_of(name.split()[0], how_far, config.phases), key, path) for name, how_far, key, path in found]
 
 
 def state(complete: bool, partial: bool) -> str:

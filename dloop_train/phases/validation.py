@@ -12,7 +12,7 @@ import torch
 from dloop_train.config import Config
 from dloop_train.data.batches import TextBatch, collate
 from dloop_train.data.online import read_batch, text_of
-from dloop_train.data.responses import Response, read_responses
+from dloop_train.data.responses import Response
 from dloop_train.data.store import drafters_row
 from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Gate
@@ -43,7 +43,7 @@ class Validator:
     def __init__(self, config: Config, target: Target | None = None):
         """`target` is one that this rank has loaded already; it serves if it computes as the drafter does."""
         self.config, self.folder = config, artifacts.run_folder(config)
-        answered = read_responses(artifacts.responses(config).folder, "validation")[: config.train.validate_prompts]
+        answered = artifacts.greedy_responses(config, "validation")[: config.train.validate_prompts]
         self.responses = [response for response in answered if len(response.response_ids) > 1]  # one token leaves nothing to draft
         if config.gate.by_replay and not self.responses:
             raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "

@@ -5,13 +5,13 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from urllib.parse import urlsplit
 
-from dloop_train.config import GenerateConfig, TargetConfig, check
+from dloop_train.config import GenerateConfig, SamplingConfig, TargetConfig, check
 from dloop_train.data.responses import Question, Response
 from dloop_train.ranks import say
 from dloop_train.targets.responders import Refusal, Remote, key_of_noise
@@ -21,6 +21,10 @@ REFUSED = (400, 413, 422)
 PASSING = (408, 425, 429)
 """Statuses that may be gone next time, as all from 500 on."""
 LONGEST_PAUSE = 30.0
+JUDGED = 64
+"""Tokens of a greedy answer that a server's model is known by."""
+STRANGE = 8
+"""Of them, other tokens after which a text is judged no further."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no text; tokenised again it is a character of its own."""
 
@@ -39,6 +43,9 @@ class OpenAI(Remote):
     """Tries after the first, half a second apart, then twice as long each time up to half a minute."""
     timeout: float = 600.0
     """Seconds that a server may be silent."""
+    agreement: float = 0.95
+    """Smallest share of the tokens of the target's own greedy answers that each server must choose too, every one after the target's own text before it.
+    Other kernels turn over near ties alone (SmolLM2-135M's bf16 text in fp32: 2 tokens of 100); with one layer of 30 missing 20 of 100 differ."""
     api_key: str = "OPENAI_API_KEY"
     """Environment variable that holds the key, for servers that want one."""
 
@@ -49,28 +56,43 @@ class OpenAI(Remote):
         check(self.concurrency >= 1, f"responder.concurrency must be positive, got {self.concurrency}")
         check(self.retries >= 0, f"responder.retries must not be negative, got {self.retries}")
         check(0 <= self.max_refused <= 1, f"responder.max_refused is a share of 1, got {self.max_refused}")
+        check(0 <= self.agreement <= 1, f"responder.agreement is a share of 1, got {self.agreement}")
 
     def settings(self) -> dict:
-        return {"responder": "openai"}
+        return {"responder": "openai", "model": self.model}
 
-    def connect(self) -> None:
+    def connect(self) -> str:
         client = Client(self)
         names = {url: [model["id"] for model in client.ask(f"{url}/models")["data"]] for url in client.urls}
         for url, found in names.items():
             check(not self.model or self.model in found, f"{url} serves {found}, not responder.model={self.model}")
             check(bool(self.model) or len(found) == 1, f"{url} serves {found}; choose one with responder.model=...")
-        if not self.model:
-            different = {found[0] for found in names.values()}
-            check(len(different) == 1, f"the servers have different models: {names}; name one that all have with responder.model=...")
-            self.model = different.pop()
-        say(f"generate: {len(names)} server(s) with {self.model}")
+        different = {self.model or found[0] for found in names.values()}
+        check(len(different) == 1, f"the servers have different models: {names}; name one that all have with responder.model=...")
+        model = different.pop()
+        say(f"generate: {len(names)} server(s) with {model}")
+        return model
 
-    def answers(self, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+    def require_target(self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer) -> None:
+        """Each server by itself, whatever its model is called: a smaller sibling reads and writes the same ids."""
+        client, reader = Client(self), Reader(target, tokenizer)
+        greedy = replace(target, sampling=SamplingConfig(temperature=0.0))
+
+        def judge(url: str, text: Response) -> tuple[str, Agreement]:
+            def said(ids: list[int], count: int) -> list[int]:
+                question = Question(text.id, text.category, ids)
+                return reader.read(question, client.ask(f"{url}/completions", request_for(question, model, greedy, replace(generate, max_new_tokens=count)))).response_ids
+            return url, agreement(said, text)
+        found = list(as_completed(lambda pair: judge(*pair), [(url, text) for url in client.urls for text in known], self.concurrency, client.stop))
+        for url in client.urls:
+            require_agreement(sum((judged for where, judged in found if where == url), Agreement(0, 0)), self.agreement, f"{model} at {url}", target)
+
+    def answers(self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
         client, reader = Client(self), Reader(target, tokenizer)
 
         def answer(question: Question) -> Response | Refusal:
             try:
-                return reader.read(question, client.complete(request_for(question, self.model, target, generate)))
+                return reader.read(question, client.complete(request_for(question, model, target, generate)))
             except Refused as refused:
                 return Refusal(question.id, str(refused))
         yield from as_completed(answer, questions, self.concurrency, client.stop)
@@ -86,6 +108,46 @@ def request_for(question: Question, model: str, target: TargetConfig, generate: 
 
 class Refused(ValueError):
     """A prompt that cannot be had an answer to, and why."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many tokens of the target's own greedy answers were judged, and how many of them a server chooses too."""
+
+    judged: int
+    same: int
+
+    def __add__(self, other: "Agreement") -> "Agreement":
+        return Agreement(self.judged + other.judged, self.same + other.same)
+
+
+def agreement(said: Callable[[list[int], int], list[int]], text: Response) -> Agreement:
+    """Of one text. said(ids so far, how many more) are a server's greedy tokens. Where they part from the text, it is asked again after the text's own token,
+    so that every token is judged after the same ones before it, and one turned over does not cost the rest."""
+    own, at, strange = text.response_ids[:JUDGED], 0, 0
+    while at < len(own) and strange < STRANGE:
+        try:
+            heard = said(text.prompt_ids + own[:at], len(own) - at)
+        except Refused:  # too long for the server, or bytes that are no text: this says nothing of its model
+            break
+        same = next((number for number, token in enumerate(own[at:]) if heard[number:number + 1] != [token]), len(own) - at)
+        at += same
+        if at < len(own):
+            at, strange = at + 1, strange + 1
+    return Agreement(at, at - strange)
+
+
+def require_agreement(found: Agreement, least: float, server: str, target: TargetConfig) -> None:
+    if not found.judged:
+        say(f"generate: WARNING: nothing shows that {server} is the target {target.name}: no greedy answer of validation or test could be compared; "
+            f"generate.greedy_prompts, and prompts with a validation or test split, give some")
+        return
+    other = found.judged - found.same
+    # One may always differ: of few tokens a single tie is a high share.
+    check(other <= max(1.0, (1 - least) * found.judged),
+          f"{server} is not the target {target.name} ({target.path}): after the target's own greedy text it chooses the target's token {found.same} times of {found.judged}, "
+          f"responder.agreement={least} is asked. Serve the target itself, or lower responder.agreement where the server's copy is only rounded more coarsely")
+    say(f"generate: {server} chooses {found.same} of {found.judged} tokens of the target's own greedy text")
 
 
 class Reader:
@@ -139,8 +201,8 @@ class Client:
         start = next(self.turn)
         return self.retry(lambda attempt: f"{self.urls[(start + attempt) % len(self.urls)]}/completions", body)
 
-    def ask(self, url: str) -> dict:
-        return self.retry(lambda attempt: url, None)
+    def ask(self, url: str, body: dict | None = None) -> dict:
+        return self.retry(lambda attempt: url, body)
 
     def retry(self, url_of: Callable[[int], str], body: dict | None) -> dict:
         """Until an answer comes, tries are used up, or somebody else has given up."""

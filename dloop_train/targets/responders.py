@@ -45,11 +45,15 @@ class Remote(Responder):
     max_refused: float = 0.05
     """Largest share of prompts that may be left out; more of them end the phase."""
 
-    def connect(self) -> None:
-        """Stop where nobody could answer."""
+    def connect(self) -> str:
+        """The name of the model that answers; stops where nobody could."""
         raise NotImplementedError
 
-    def answers(self, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+    def require_target(self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer) -> None:
+        """Stop where another model than the target would answer; `known` are greedy answers of the target's own."""
+        raise NotImplementedError
+
+    def answers(self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
         """Each question's answer as it comes, in any order."""
         raise NotImplementedError
 

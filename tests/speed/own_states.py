@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from dloop_train.checkpoints.files import load_drafter, locate_drafter
 from dloop_train.config import check, from_hydra
-from dloop_train.data.responses import read_responses
 from dloop_train.decoding.gates import Never
 from dloop_train.decoding.replay import walk_gate
 from dloop_train.phases import artifacts
@@ -24,7 +23,7 @@ from dloop_train.targets.sources import load_target
 def main(run: Path, drafter: str | None) -> None:
     config = from_hydra(OmegaConf.load(run / "config.yaml"))
     target = load_target(config.target, dtype=config.evaluate.dtype)
-    responses = read_responses(artifacts.responses(config).folder, "validation")
+    responses = artifacts.greedy_responses(config, "validation")
     check(config.drafter.kind == "block", "a chain has one form of own states: the one that it feeds back")
     check(bool(drafter) or config.drafter.init != "scratch", "this run started from scratch; name a drafter's folder behind it")
     folder = locate_drafter(drafter or config.drafter.init, config.drafter.revision)

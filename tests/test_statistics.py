@@ -208,7 +208,8 @@ def test_report_says_why_a_figure_is_left_out(tiny):
     folder = artifacts.run_folder(tiny)
     (folder / "validation.jsonl").unlink()
     report.run(tiny)
-    assert "Validation points are left out" in (folder / "report.html").read_text()
+    said = "validation.jsonl has none. A training validates where neither train.validate_prompts nor generate.greedy_prompts is 0 and the prompts have a validation split"
+    assert f"Validation points are left out: {said}" in (folder / "report.html").read_text()
     (folder / "metrics.jsonl").unlink()
     report.run(tiny)
     html = (folder / "report.html").read_text()

@@ -268,7 +268,8 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
     by_drafter = {setting["drafter"]: colour[setting["label"]] for setting in reversed(results.settings)}
     by_drafter |= {setting["drafter"]: colour[setting["label"]] for setting in reversed(results.gated)}
     losses = any(row.get("loss_first") is not None for row in results.metrics)
-    unvalidated = "" if results.validation else " Validation points are left out: validation.jsonl is absent (set train.validate_every)."
+    unvalidated = "" if results.validation else (" Validation points are left out: validation.jsonl has none. A training validates where neither train.validate_prompts nor "
+                                                 "generate.greedy_prompts is 0 and the prompts have a validation split.")
     return [
         exhibit("Speedup and tau", "Bars are means over responses, black lines 95 % intervals from a bootstrap by prompt.",
                 True, "", lambda: figures.settings_figure(report["settings"], colour)),

@@ -1,11 +1,14 @@
 """Data: prompts and splits, chat rendering, sampling noise, stores and what they refuse."""
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import composed, tiny_config
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import HTTPError
 from jinja2 import TemplateError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -21,6 +24,7 @@ from dloop_train.phases import artifacts, generate
 from dloop_train.runs import Artifact, require_same, write_atomic
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
+from dloop_train.targets.sources import download
 from dloop_train.targets.target import require_taps
 from dloop_train.types import Reads, Sample
 
@@ -70,6 +74,30 @@ def test_perfectblend_from_a_local_file(tmp_path):
     rows += [rows[0], {"conversations": [{"from": "gpt", "value": "starts wrong"}], "source": "s"}]
     prompts = PerfectBlend(name="perfectblend", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.1, test=0.1).read()
     assert len(prompts) == 40 and all(len(p.messages) == 1 for p in prompts)
+
+
+def load_prompts():
+    PerfectBlend(path="somebody/prompts").load()
+
+
+def load_model():
+    download("somebody/model", "main")
+
+
+@pytest.mark.parametrize("load, way_out, errors", [(load_prompts, "prompts=jsonl", (OSError, HTTPError, DatasetsError)), (load_model, "target.source=folder", (OSError, HTTPError))])
+def test_what_the_hub_says_is_passed_on_with_the_way_out(load, way_out, errors, monkeypatch):
+    """Also where it says nothing, as a read that timed out does. What is no matter of the hub's travels as it is."""
+    def fail(*_, **__):
+        raise error
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    for kind, (text, shown) in itertools.product(errors, (("no such thing\nand more", "no such thing"), ("", ""))):
+        error = kind(text)
+        with pytest.raises(ConnectionError, match=rf"could not be had from the hub \({kind.__name__}: {shown}\).*{way_out}"):
+            load()
+    error = KeyError("ours")
+    with pytest.raises(KeyError, match="ours"):
+        load()
 
 
 def test_split_depends_on_the_id_alone():

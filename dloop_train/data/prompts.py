@@ -122,6 +122,8 @@ class PerfectBlend(Prompts):
 
     def load(self):
         from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+        from huggingface_hub.errors import HTTPError
         path = Path(self.path).expanduser()
         if path.exists():
             files = sorted(str(file) for file in (path.rglob("*") if path.is_dir() else [path]) if file.suffix in (".parquet", ".jsonl", ".json"))
@@ -130,9 +132,10 @@ class PerfectBlend(Prompts):
             return load_dataset(kind, data_files=files, split="train")
         try:
             return load_dataset(self.path, revision=self.revision, split="train")
-        except Exception as error:  # the hub's client has many; the user needs the way out
+        except (OSError, HTTPError, DatasetsError) as error:  # no such set, no way to the hub, a connection that broke, files that cannot be read
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConnectionError(
-                f"prompts {self.path} could not be had from the hub ({type(error).__name__}). Download its parquet files and pass "
+                f"prompts {self.path} could not be had from the hub ({cause}). Download its parquet files and pass "
                 f"prompts.path=<folder>, use prompts=jsonl prompts.path=<file>, or prompts=builtin") from error
 
     def rows(self) -> Iterator[Prompt]:

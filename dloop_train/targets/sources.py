@@ -159,11 +159,13 @@ def locate(config: TargetConfig) -> Path:
 
 def download(repository: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.jinja", "*.model", "*.txt"]))
-    except Exception as error:  # whatever the hub's client raises, the user needs the way out
+    except (OSError, HTTPError) as error:  # no such model, no right to it, no way to the hub, a connection that broke, a full disk
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConnectionError(
-            f"{repository}@{revision} could not be had from the hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"{repository}@{revision} could not be had from the hub ({cause}). "
             f"Download it elsewhere and pass target.source=folder target.path=<folder>, set HF_HOME to a cache that has it, "
             f"or try the framework with +target=smollm2_135m, which comes from a Python package") from error
 

@@ -1,4 +1,4 @@
-"""Artifacts: which settings shape the responses, the greedy ones, the features and a run, and so their keys."""
+"""Artifacts: which settings shape the responses, the features and a run, and so their keys."""
 
 import json
 from dataclasses import asdict

@@ -28,7 +28,7 @@ def taught_drafter(variant, target):
     """A drafter in float64 that the taught target accepts now and then. One that learns through lent keys alone needs longer."""
     steps = 150 if variant.startswith("mtp_assistant") else 60
     drafter = make_drafter(variant, target)
-    unroll, batch = Unroll(drafter, Terms(2)), counting_batch(target, drafter.shape.reads)
+    unroll, batch = Unroll(drafter, Terms(2), max_rows=1000), counting_batch(target, drafter.shape.reads)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for step in range(steps):
         origins = draw_origins(batch, drafter.k, count=8, depth_exposure=2, seed=0, epoch=step)

@@ -125,6 +125,8 @@ def test_every_gate_yaml_builds():
         assert isinstance(build(option("gate", path.stem), Gate, "gate"), Gate)
     with pytest.raises(ValueError, match="cannot be positive"):
         DLoop(threshold=0.5)
+    with pytest.raises(ValueError, match="gate.paper_threshold, which is not given"):
+        DLoop()
 
 
 def test_clip():

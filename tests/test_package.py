@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
 from omegaconf import OmegaConf, open_dict
 
-from dloop_train.config import CONF, PLUGINS, TYPED, Config, build, from_hydra
+from dloop_train.config import CONF, PLUGINS, TYPED, Config, build, from_hydra, option
 from dloop_train.drafters.base import DrafterConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +75,14 @@ def test_yaml_builds_into_its_dataclass(file):
     else:
         assert group in ("pair", "experiment"), f"{group} is a group that config.py does not build"
     assert isinstance(from_hydra(tree), Config)
+
+
+@pytest.mark.parametrize("file", [file for file in YAMLS if file.parent.name in ("train", *PLUGINS)], ids=shown)
+def test_a_yaml_says_no_default_again(file):
+    """Else one of the two is forgotten when the other changes."""
+    values = option(file.parent.name, file.stem)
+    kind = get_class(values["_target_"]) if "_target_" in values else TYPED[file.parent.name]
+    assert [field.name for field in fields(kind) if field.name in values and values[field.name] == field.default] == []
 
 
 def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():

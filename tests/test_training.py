@@ -82,7 +82,7 @@ def test_origins_are_response_tokens_and_keyed_by_sample():
 @pytest.fixture
 def unrolled(variant, taught_target):
     def make(**settings):
-        return Unroll(make_drafter(variant, taught_target), Terms(3), **settings)
+        return Unroll(make_drafter(variant, taught_target), Terms(3), **{"max_rows": 1000} | settings)
     drafter = make().drafter
     batch, k = counting_batch(taught_target, drafter.shape.reads, count=4), drafter.k
     return make, batch, draw_origins(batch, k, count=9, depth_exposure=3, seed=0, epoch=0)
@@ -159,7 +159,7 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
     batch, k = counting_batch(taught_target, drafter.shape.reads, count=2), drafter.k
     batch.loss_mask[1, 19] = False
     origins = draw_origins(batch, k, count=4, depth_exposure=2, seed=0, epoch=0)
-    unroll = Unroll(drafter, Terms(2))
+    unroll = Unroll(drafter, Terms(2), max_rows=1000)
     loss = unroll(batch, origins, unroll.weights(batch, origins), progress).loss
     totals, weights, cap = [0.0, 0.0], [0.0, 0.0], drafter.head.softcap
     kept = getattr(drafter, "kept_ids", lambda: None)()
@@ -198,7 +198,7 @@ def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, ta
     drafter = make_drafter(variant, taught_target)
     drafter.settings = replace(drafter.settings, ce_weight=0.0, l1_weight=0.0, detach_confidence=detach)
     batch = counting_batch(taught_target, drafter.shape.reads, count=2)
-    _, gradients = loss_and_gradients(Unroll(drafter, Terms(1)), batch, draw_origins(batch, drafter.k, count=4, depth_exposure=1, seed=0, epoch=0))
+    _, gradients = loss_and_gradients(Unroll(drafter, Terms(1), max_rows=1000), batch, draw_origins(batch, drafter.k, count=4, depth_exposure=1, seed=0, epoch=0))
     moved = {name.removeprefix("drafter.") for name, gradient in gradients.items() if gradient.abs().max() > 0}
     head = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
     backbone = {name for name, _ in drafter.named_parameters() if not name.startswith(("markov_head", "confidence_head"))}
@@ -213,7 +213,7 @@ def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
         drafter = make_drafter("domino-shifted", taught_target)
         drafter.base_share, drafter.base_until = share, until
         origins = draw_origins(batch, drafter.k, count=4, depth_exposure=0, seed=0, epoch=0)
-        unroll = Unroll(drafter, Terms(0))
+        unroll = Unroll(drafter, Terms(0), max_rows=1000)
         return unroll(batch, origins, unroll.weights(batch, origins), progress).loss.item()
     final, base = loss(0.0, 1.0, 0.0), loss(1.0, 1.0, 0.0)
     assert abs(final - base) > 1e-3
@@ -311,7 +311,7 @@ def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
 
     def result(*batches):
         """Loss and gradients of micro-batches that share their weights."""
-        unroll = Unroll(make_drafter(variant, taught_target), Terms(3))
+        unroll = Unroll(make_drafter(variant, taught_target), Terms(3), max_rows=1000)
         origins = [draw_origins(each, drafter.k, count=7, depth_exposure=3, seed=0, epoch=0) for each in batches]
         totals = sum(unroll.weights(*each) for each in zip(batches, origins, strict=True))
         loss = sum(unroll(*each, totals, 0.0).loss for each in zip(batches, origins, strict=True))
@@ -337,7 +337,7 @@ def test_recomputing_keeps_less_of_a_stage(variant, taught_target):
     batch = counting_batch(taught_target, drafter.shape.reads, count=4)
     origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
     for recompute in (False, True):
-        unroll, saved = Unroll(drafter, Terms(3), recompute=recompute), {}
+        unroll, saved = Unroll(drafter, Terms(3), max_rows=1000, recompute=recompute), {}
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.update({tensor.data_ptr(): tensor.numel()}) or tensor, lambda tensor: tensor):
             unroll(batch, origins, unroll.weights(batch, origins), 0.0)
         kept.append(sum(saved.values()))

@@ -60,20 +60,20 @@ def test_ranks_share_the_responses_and_agree(tmp_path):
     for shared in on_ranks(2, validated, str(tmp_path)):
         assert shared[0] == score and flat("row", shared[1]) == pytest.approx(flat("row", row), rel=1e-6)
     assert row["loss_first"] > 0 and row["loss_last"] > 0 and len(row["accuracy_first"]) == 4
-    assert sum(row["gate_score_histogram"]) == 36 and row["threshold"] in candidates(DLoop(threshold="replay"), [-0.25, -0.5, -0.75, -1.0])
+    assert sum(row["gate_score_histogram"]) == 36 and row["threshold"] in candidates(DLoop(threshold="replay", paper_threshold=-0.5), [-0.25, -0.5, -0.75, -1.0])
 
 
 def test_the_score_is_that_of_the_fastest_threshold():
     """A gate that drafts on pays where blocks are accepted whole; the highest of equally fast thresholds is taken, the paper's before others."""
     sure = record([[-0.3, -0.3]] * 9, [4] * 9)
-    row, score = predictions([sure], DLoop(threshold="replay"), [-0.25, -0.75, -1.0], COSTS, k=2, stages=2)
+    row, score = predictions([sure], DLoop(threshold="replay", paper_threshold=-0.5), [-0.25, -0.75, -1.0], COSTS, k=2, stages=2)
     by_hand = sweep([sure], [-0.25, -0.5, -0.75, -1.0], COSTS, 2, 2)["sweep"]
     assert score == max(point["tokens_per_second"] for point in by_hand) > by_hand[0]["tokens_per_second"]
     assert row["threshold"] == -0.5 and row["tokens_per_second_gated"] == score and row["by_threshold"]["-0.25"]["stages"] == 1
     assert fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"] == -0.25
     assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below what was drafted
     vain = record([[-0.3, -0.3]] * 9, [0] * 9)
-    assert predictions([vain], DLoop(threshold="replay"), [-0.25], COSTS, k=2, stages=2)[0]["threshold"] == -0.25
+    assert predictions([vain], DLoop(threshold="replay", paper_threshold=-0.5), [-0.25], COSTS, k=2, stages=2)[0]["threshold"] == -0.25
 
 
 @pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4), 2)], ids=str)

@@ -46,16 +46,17 @@ class Gate:
 class DLoop(Gate):
     """Draft on while the newest block is likely: its summed log-probability is at least the threshold (the paper's g)."""
 
-    threshold: float | str = -0.5
+    threshold: float | str = REPLAY
     """g, or `replay`: the one of evaluate.thresholds and `paper_threshold` that replay on validation responses predicts to be fastest."""
-    paper_threshold: float = -0.5
+    paper_threshold: float | None = None
     """The g that the paper names for this pair, which stands beside a chosen one."""
 
     def __post_init__(self):
         super().__post_init__()
         check(self.by_replay or not isinstance(self.threshold, str), f"gate.threshold must be a number or replay, got {self.threshold!r}")
+        check(not self.by_replay or self.paper_threshold is not None, "gate.threshold=replay falls back on gate.paper_threshold, which is not given; set it to a number")
         for name in ("paper_threshold",) if self.by_replay else ("threshold", "paper_threshold"):
-            check(getattr(self, name) <= 0, f"gate.{name} is a log-probability and cannot be positive, got {getattr(self, name)}")
+            check((getattr(self, name) or 0) <= 0, f"gate.{name} is a log-probability and cannot be positive, got {getattr(self, name)}")
 
     @property
     def by_replay(self) -> bool:

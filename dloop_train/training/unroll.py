@@ -68,7 +68,7 @@ class Unroll(nn.Module):
     With `recompute`, of a stage only its own states and its output are kept for the backward pass.
     """
 
-    def __init__(self, drafter: Drafter, terms: Terms, *, detach: bool = False, max_rows: int = 4096, compact: bool = True, recompute: bool = False):
+    def __init__(self, drafter: Drafter, terms: Terms, *, max_rows: int, detach: bool = False, compact: bool = True, recompute: bool = False):
         super().__init__()
         self.drafter, self.terms, self.detach, self.max_rows, self.compact, self.recompute = drafter, terms, detach, max_rows, compact, recompute
 

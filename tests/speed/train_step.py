@@ -167,7 +167,7 @@ class Way:
 def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int, *, batch: TextBatch | None = None, **train: bool) -> Way:
     batch = batch or bench.batch
     origins, terms, wanted = bench.origins(depth, batch), Terms(depth), bench.wanted
-    totals = Unroll(bench.drafter, terms).weights(batch, origins)
+    totals = Unroll(bench.drafter, terms, max_rows=wanted.loss_rows).weights(batch, origins)
     settings = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision, **train)
     cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, batch, origins, terms), settings, DeepSpeedConfig())
     return Way(name, lambda: unroll(batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)

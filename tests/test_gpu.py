@@ -61,6 +61,26 @@ def test_blocks_equal_parts_with_their_gradients(window, causal):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [8, 16, 64, 128, 256, 512])
+def test_heads_of_all_sizes_have_kernels_that_fit(size):
+    """Output and gradients in bf16, against fp32 on the CPU. Tiny drafters have heads of 8, Gemma 4's of 256 and 512."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 40, 8, 8, size), *[(2, 200, 2, size)] * 2, *[(2, 40, 16, 2, size)] * 2]
+    values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    origin = torch.randint(0, 200, (2, 40), generator=generator)
+    results = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        inputs = [value.to(device, dtype).requires_grad_() for value in values]
+        queries, keys, rows, own_keys, own_rows = inputs
+        sight = Sight(origin.to(device), torch.zeros_like(origin, device=device))
+        output = loop_attention(queries, KV(keys, rows), KV(own_keys, own_rows), sight, size**-0.5)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
+    for cpu, cuda in zip(*results, strict=True):
+        assert (cuda.cpu().float() - cpu).norm() < 0.02 * cpu.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_long_text_needs_no_dense_mask():
     """4096 tokens, 512 origins of 8 slots, 32 heads: dense scores would take 4 GB in fp32, blocks take a tenth at most."""
     torch.manual_seed(0)

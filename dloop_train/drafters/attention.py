@@ -14,6 +14,9 @@ from dloop_train.types import KV
 QUERIES = 512
 """Queries a head that look at the context together where the mask is dense: they see as many rows as the last of their branches."""
 
+SMALLEST = 16
+"""Head size from which FlexAttention has kernels."""
+
 
 def visible(row: Tensor, first: Tensor, origin: Tensor, at: Tensor | None, window: int | None) -> Tensor:
     """Whether a query at row `at` sees a row of the context: of its own document, strictly before its origin, within its window.
@@ -74,7 +77,7 @@ class Sight:
         """The same rule as FlexAttention's block mask over [N * repeats * Q] queries, made for all branches and cut for those that are left."""
         queries = self.origin.shape[1] * repeats * len(ahead)
         if window is None and self.whole is not None:
-            return self.once(("cut", repeats, len(ahead), length), lambda: self.whole.blocks(ahead, repeats, length, None)._adjust(queries, length))
+            return self.once(("cut", repeats, len(ahead), length), lambda: first_queries(self.whole.blocks(ahead, repeats, length, None), queries))
         return self.once(("blocks", repeats, len(ahead), length, window and (window, tuple(ahead))), lambda: self.make_blocks(ahead, repeats, length, window))
 
     def make_blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
@@ -86,6 +89,13 @@ class Sight:
 
         make = flex(origin.is_cuda).mask
         return make(seen, origin.shape[0], None, origin.shape[1] * repeats * slots, length, device=origin.device)
+
+
+def first_queries(mask, queries: int):
+    """A block mask of the first queries alone. BlockMask's own _adjust forgets in torch 2.11 how many they are within the last block."""
+    rows = -(-queries // mask.BLOCK_SIZE[0])
+    seen = [None if each is None else each[:, :, :rows] for each in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
+    return mask.from_kv_blocks(*seen, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=(queries, mask.seq_lengths[1]))
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, s
         return single_branch(queries, context, own, sight, ahead, hidden, scale, window)
     # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
-    to_context = context_in_blocks if queries.is_cuda else context_in_parts
+    to_context = context_in_blocks if queries.is_cuda and size >= SMALLEST else context_in_parts
     mixed, log_sum = to_context(grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window)
     if own is not None:
         mixed = add_own(mixed, log_sum, grouped, own, hidden, scale)
@@ -151,8 +161,23 @@ def context_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, sight: Sigh
     """With FlexAttention, which leaves out blocks that nobody sees; compiled on a CUDA device."""
     from torch.nn.attention.flex_attention import AuxRequest
     mask = sight.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
-    mixed, extra = flex(queries.is_cuda).attention(queries.flatten(2, 3), keys, values, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    mixed, extra = flex(queries.is_cuda).attention(queries.flatten(2, 3), keys, values, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True),
+                                                   kernel_options=tiles(queries))
     return mixed.unflatten(2, queries.shape[2:4]), extra.lse.unflatten(2, queries.shape[2:4])
+
+
+def tiles(queries: Tensor) -> dict[str, int] | None:
+    """Smaller tiles for heads whose tiles, as FlexAttention cuts them, would not fit into a GPU's shared memory; None where they do.
+
+    In bf16, heads of 512 want 256 KB in the forward pass and heads of 256 112 KB in the backward pass; an H100 has 227 KB, an RTX 99 KB.
+    """
+    size = queries.shape[-1]
+    if not queries.is_cuda or size <= 128:
+        return None
+    if size <= 256 and torch.cuda.get_device_properties(queries.device).shared_memory_per_block_optin >= 160 * 2**10:
+        return None
+    side = 32 if size * queries.element_size() <= 512 else 16
+    return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "bwd_num_stages": 1} | {f"bwd_BLOCK_{name}": side for name in ("M1", "N1", "M2", "N2")}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dloop_train import launch
 from dloop_train.config import LaunchConfig
@@ -79,6 +80,17 @@ def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
         LaunchConfig(hostfile="hosts", processes=2)
     with pytest.raises(ValueError, match="there is no"):
         world(config_of(tmp_path, hostfile=str(tmp_path / "nowhere")))
+
+
+def test_ranks_have_the_accelerator_s_memory_to_themselves(tmp_path, monkeypatch):
+    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one."""
+    done: list[str] = []
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: done.append("given back"))
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *_, **__: done.append("started"))
+    monkeypatch.setattr(launch, "wait", lambda process, failure: 0)
+    launch.start_ranks(config_of(tmp_path, processes=1), "train")
+    assert done == ["given back", "started"]
 
 
 def test_a_port_is_the_job_s_own_while_nobody_else_has_it():

@@ -167,13 +167,20 @@ FORMS = 64
 """Compiled forms of one of these functions at most. Batches and stages of all sizes need about ten, twice as many with and without gradients."""
 
 
-@cache
 def flex(compiled: bool) -> Flex:
     """Compiled in full: what is left uncompiled, also behind the limit of forms, would hold all scores at once and tell nobody."""
+    functions = flex_functions(compiled)
+    # Each thread has a limit of its own, and what is computed again for a backward pass is computed in autograd's thread.
+    if compiled and torch._dynamo.config.recompile_limit < FORMS:
+        torch._dynamo.config.recompile_limit = FORMS  # of torch 2.11 to 2.13 only the last takes it with the function
+    return functions
+
+
+@cache
+def flex_functions(compiled: bool) -> Flex:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     if not compiled:
         return Flex(flex_attention, create_block_mask)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)  # of torch 2.11 to 2.13 only the last takes it with the function
     return Flex(torch.compile(flex_attention, fullgraph=True), torch.compile(create_block_mask, fullgraph=True))
 
 

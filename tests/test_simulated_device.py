@@ -47,13 +47,14 @@ def device(monkeypatch):
         return attention.context_in_parts(queries, keys, values, sight, ahead, scale, window)
     monkeypatch.setattr(attention, "flex", lambda compiled: uncompiled)
     monkeypatch.setattr(attention, "context_in_blocks", in_blocks)
+    monkeypatch.setattr(attention, "HEADS", range(1, 257))  # the tiny targets have small ones
     with simulated():
         yield torch.device("cuda")
 
 
 @pytest.fixture
 def target(device):
-    return load_target(tiny_config(), dtype="float64")
+    return load_target(tiny_config(), dtype="float32")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(VARIANTS)])
@@ -63,13 +64,13 @@ def variant(request):
 
 @pytest.fixture
 def drafter(variant, target, device):
-    return make_drafter(variant, target).to(device)
+    return make_drafter(variant, target, dtype=torch.float32).to(device)
 
 
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 def test_a_training_step(drafter, target, device, pack):
     batch = collate([replace(sample, features=drafters_row(sample, drafter.shape.reads)) for sample in
-                     read_samples(target, TEXTS, drafter.shape.reads, dtype=torch.float64, batch_tokens=40)]).to(device, torch.float64)
+                     read_samples(target, TEXTS, drafter.shape.reads, dtype=torch.float32, batch_tokens=40)]).to(device, torch.float32)
     batch = packed(batch) if pack else batch
     origins = draw_origins(batch, drafter.k, count=2, depth_exposure=2, seed=0, epoch=0)
     unroll = Unroll(drafter.train(), Terms(2), recompute=pack)
@@ -90,6 +91,18 @@ def test_decoding(drafter, target, monkeypatch):
     synchronised = torch.cuda.synchronize.call_count
     assert costs.measure_costs(target, drafter, PROMPTS, stages=2).plain > 0
     assert torch.cuda.synchronize.call_count > synchronised  # what is queued has not been done
+
+
+@pytest.mark.parametrize("size, dtype, blocks", [(16, torch.float32, True), (256, torch.bfloat16, True), (8, torch.float32, False), (512, torch.bfloat16, False), (64, torch.float64, False)])
+def test_heads_without_a_kernel_have_dense_masks(size, dtype, blocks, device, monkeypatch):
+    monkeypatch.undo()
+    ways = []
+    for name in ("context_in_blocks", "context_in_parts"):
+        monkeypatch.setattr(attention, name, lambda queries, *_, name=name: ways.append(name) or (queries, queries[..., 0].float()))
+    queries, context = torch.zeros(1, 2, 3, 4, size, device=device, dtype=dtype), attention.KV(*[torch.zeros(1, 9, 2, size, device=device, dtype=dtype)] * 2)
+    origin = torch.tensor([[3, 5]], device=device)
+    attention.loop_attention(queries, context, None, attention.Sight(origin, torch.zeros_like(origin)), 1.0)
+    assert ways == ["context_in_blocks" if blocks else "context_in_parts"]
 
 
 @pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_qwen35", "tiny_gemma4"])

@@ -113,7 +113,7 @@ def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, s
         return single_branch(queries, context, own, sight, ahead, hidden, scale, window)
     # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
-    to_context = context_in_blocks if queries.is_cuda else context_in_parts
+    to_context = context_in_blocks if has_kernel(queries) else context_in_parts
     mixed, log_sum = to_context(grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window)
     if own is not None:
         mixed = add_own(mixed, log_sum, grouped, own, hidden, scale)
@@ -137,6 +137,15 @@ def own_hidden(slots: int, count: int, window: int | None, causal: bool, device:
     behind = torch.arange(count - slots, count, device=device)[:, None] - torch.arange(count, device=device)  # how far a row lies back
     hidden = behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)
     return hidden if window is None else hidden | (behind.abs() >= window)
+
+
+HEADS = range(16, 257)
+"""Sizes of a head for which FlexAttention has a kernel: Triton's products begin with 16 numbers, and those of 512 (Gemma 4) want more shared memory than an H100 has."""
+
+
+def has_kernel(queries: Tensor) -> bool:
+    """Whether FlexAttention takes queries [..., E] such as these: on a GPU, in at most fp32."""
+    return queries.is_cuda and queries.element_size() <= 4 and queries.shape[-1] in HEADS
 
 
 # Over the context: what attention gives [B, G, N, r, E], and the log of the sum of exponents [B, G, N, r] that it was divided by

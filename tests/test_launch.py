@@ -14,8 +14,9 @@ import torch
 
 from dloop_train import launch
 from dloop_train.config import LaunchConfig
-from dloop_train.launch import World, command, free_port, launcher_of, read_hostfile, world, write_environment
+from dloop_train.launch import World, command, free_port, launcher_of, ranks_of_node, read_hostfile, world, write_environment
 from dloop_train.ranks import FAILURE, leave_cause
+from dloop_train.targets.sources import default_device
 
 REPOSITORY = Path(__file__).parents[1]
 SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"}
@@ -50,6 +51,16 @@ def test_who_takes_part(tmp_path, monkeypatch):
     assert launcher_of(LaunchConfig()) == "torchrun"
     monkeypatch.delenv("SLURMD_NODENAME")
     assert launcher_of(LaunchConfig()) == "srun"
+
+
+def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
+    """DeepSpeed's own variable holds for the target's device and for the number of ranks."""
+    for module, name, value in ((torch.accelerator, "is_available", True), (torch.accelerator, "device_count", 4), (torch.cuda, "is_available", True)):
+        monkeypatch.setattr(module, name, lambda value=value: value)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert (ranks_of_node(0), default_device().type) == (1, "cpu")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert (ranks_of_node(0), ranks_of_node(2), default_device().type) == (4, 2, "cuda")
 
 
 def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):

@@ -107,10 +107,12 @@ def simulated():
     """A machine with one GPU."""
     patches = {"device": property(lambda self: place_of(self) or HERE), "is_cuda": property(lambda self: place_of(self) == THERE), "to": moved, "numpy": as_array,
                "cpu": lambda self, **form: moved(self, "cpu", **form), "cuda": lambda self, device=None, **form: moved(self, "cuda", **form)}
+    if torch.cuda.is_available():
+        torch.cuda.init()  # once, and C++ would take ours for it
     with contextlib.ExitStack() as stack:
         for name, patch in patches.items():
             stack.enter_context(mock.patch.object(Tensor, name, patch, create=True))
-        stack.enter_context(mock.patch.multiple(torch.cuda, _lazy_init=lambda: None, is_available=lambda: True, synchronize=mock.DEFAULT))
+        stack.enter_context(mock.patch.multiple(torch.cuda, _lazy_init=lambda: None, is_available=lambda: True, synchronize=lambda device=None: None))
         stack.enter_context(mock.patch.object(torch, "tensor", tensor))
         stack.enter_context(Operations())
         yield

@@ -39,11 +39,11 @@ def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("window, causal, size", [(None, False, 64), (24, True, 64), (24, False, 64), (None, False, 256), (24, True, 8), (None, False, 512)])
-def test_blocks_equal_parts_with_their_gradients(window, causal, size):
+@pytest.mark.parametrize("window, causal, size, branches", [(None, False, 64, 96), (24, True, 64, 96), (24, False, 64, 96), (None, False, 64, 20), (None, False, 256, 96), (24, True, 8, 96), (None, False, 512, 96)])
+def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches):
     """FlexAttention, compiled, against the dense masks of the same rule on the CPU; its forward on a CPU is in test_drafters.py. Heads without a kernel have dense masks on both."""
     generator = torch.Generator().manual_seed(0)
-    length, branches, slots, drafted, heads, groups = 1024, 96, 8, 16, 8, 2
+    length, slots, drafted, heads, groups = 1024, 8 if branches > 20 else 1, 16, 8, 2  # few queries have a kernel of their own
     shapes = [(2, branches, slots, heads, size), *[(2, length, groups, size)] * 2, *[(2, branches, drafted, groups, size)] * 2]
     values = [torch.randn(shape, generator=generator) for shape in shapes]
     origin, upstream = torch.randint(0, length, (2, branches), generator=generator), torch.randn(shapes[0], generator=generator)

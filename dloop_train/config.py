@@ -221,7 +221,7 @@ class EvaluateConfig:
     """Test prompts, spread over the categories."""
     max_new_tokens: int = 96
     replay_stages: int = 5
-    """Stages that replay drafts from every position."""
+    """Stages that replay drafts from every position; where a gate may draft on it goes deeper, up to gate.max_stages."""
     thresholds: list[float] = field(default_factory=lambda: [-0.25, -0.5, -0.75, -1.0])
     """What replay sweeps."""
     live_thresholds: list[float] = field(default_factory=list)

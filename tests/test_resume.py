@@ -79,6 +79,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, stages
             assert changed == [not skipped for skipped in bad[1:]], stage
             rows = read_jsonl(folder / str(stage) / "skipped.jsonl")
             assert [row["step"] - 1 for row in rows] == [step for step in range(6) if bad[step]]
+            assert [row["step"] - 1 for row in read_jsonl(folder / str(stage) / "metrics.jsonl")] == [step for step in range(6) if not bad[step]]
             assert all([micro["samples"] for micro in row["micro_batches"] if not micro["finite"]] == [["sample-5"]] for row in rows)
 
 

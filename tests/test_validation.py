@@ -65,18 +65,28 @@ def test_ranks_share_the_responses_and_agree(tmp_path):
 def test_the_score_is_that_of_the_fastest_threshold():
     """A gate that drafts on pays where blocks are accepted whole; the highest of equally fast thresholds is taken, the paper's before others."""
     sure = record([[-0.3, -0.3]] * 9, [4] * 9)
-    row, score = predictions([sure], DLoop(threshold="replay"), [-0.25, -0.75, -1.0], COSTS, k=2, stages=2)
+    row, score = predictions([sure], DLoop(threshold="replay", max_stages=2), [-0.25, -0.75, -1.0], COSTS, k=2)
     by_hand = sweep([sure], [-0.25, -0.5, -0.75, -1.0], COSTS, 2, 2)["sweep"]
     assert score == max(point["tokens_per_second"] for point in by_hand) > by_hand[0]["tokens_per_second"]
     assert row["threshold"] == -0.5 and row["tokens_per_second_gated"] == score and row["by_threshold"]["-0.25"]["stages"] == 1
     assert fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"] == -0.25
+    assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below what was drafted
     vain = record([[-0.3, -0.3]] * 9, [0] * 9)
-    assert predictions([vain], DLoop(threshold="replay"), [-0.25], COSTS, k=2, stages=2)[0]["threshold"] == -0.25
+    assert predictions([vain], DLoop(threshold="replay", max_stages=2), [-0.25], COSTS, k=2)[0]["threshold"] == -0.25
 
 
-@pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4), 2)], ids=str)
+def test_a_threshold_is_chosen_for_the_gate_that_will_run():
+    """Four of six sure stages are accepted: a gate that goes on to the sixth wastes two, one that is capped at the fourth none."""
+    sure = record([[-0.6] * 6] * 40, [8] * 40)
+    chosen = {cap: predictions([sure], DLoop(threshold="replay", max_stages=cap), [-0.75], COSTS, k=2)[0]["threshold"] for cap in (4, 6)}
+    dear = replace(COSTS, draft_more=0.5)
+    assert chosen[4] == -0.75 and predictions([sure], DLoop(threshold="replay", max_stages=6), [-0.75], dear, k=2)[0]["threshold"] == -0.5
+    assert predictions([sure], DLoop(threshold=-0.75, max_stages=6), [], COSTS, k=2)[0]["stages_gated"] > 4.5
+
+
+@pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4, max_stages=2), 2)], ids=str)
 def test_a_given_gate_is_simulated_as_it_is(gate, stages):
-    row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2, stages=2)
+    row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2)
     assert row["stages_gated"] == stages and row["threshold"] == gate.threshold and score == row["tokens_per_second_gated"]
 
 

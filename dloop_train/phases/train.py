@@ -47,7 +47,7 @@ def run(config: Config) -> None:
 def settings_of(config: Config) -> dict:
     """What decides the numbers of a training; a run folder belongs to one such set."""
     train = {name: value for name, value in asdict(config.train).items() if name not in FREE}
-    drafter = {key: value for key, value in asdict(config.drafter).items()} | {"family": config.drafter.family}
+    drafter = {key: value for key, value in asdict(config.drafter).items() if key != "released"} | {"family": config.drafter.family}
     return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
 
 

@@ -161,10 +161,8 @@ class Trainer:
                 bar.update()
                 if metrics is not None:
                     bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
-                if self.step % self.settings.log_every == 0 or self.step in (1, total):
-                    rates = window.row()
-                    if metrics is not None:
-                        self.log.write(self.step, metrics | rates | {"skipped": self.standing.skipped})
+                if metrics is not None and (self.step % self.settings.log_every == 0 or self.step in (1, total)):  # a skipped step's rates stand in the next row
+                    self.log.write(self.step, metrics | window.row() | {"skipped": self.standing.skipped})
                     window = Window(time.perf_counter())
                 if validate is not None and (agreed.validate or self.step == total):
                     self.validate(validate)

@@ -47,21 +47,32 @@ class Validator:
             raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
                              f"or raise train.validate_prompts and generate.greedy_prompts")
         self.stages = max(config.train.depth_exposure + 1, 2)
-        self.target = target if target is not None and target.dtype == as_dtype(config.train.precision) else None
+        self.lent = target is not None and target.dtype == as_dtype(config.train.precision)
+        self.target = target if self.lent else None
 
     def __call__(self, step: int, drafter: Drafter) -> Validation:
         if not self.responses:
             return Validation({})
-        started, training = time.perf_counter(), drafter.training
+        training = drafter.training
         drafter.eval()
-        if self.target is None:
-            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=next(drafter.parameters()).device)
+        self.fetch_target(next(drafter.parameters()).device)
         costs = self.costs(drafter)
+        started = time.perf_counter()
         records = self.replay(drafter)
         row, score = predictions(records, self.config.gate, self.config.evaluate.thresholds, costs, k=drafter.k)
         row |= self.losses(drafter) | gate_scores(records)
         drafter.train(training)
-        return Validation(row | {"seconds": time.perf_counter() - started}, score)
+        seconds = time.perf_counter() - started
+        if not self.lent:
+            self.target.model.to("cpu")  # between validations its memory is the training's
+        return Validation(row | {"seconds": seconds}, score, seconds)
+
+    def fetch_target(self, device: torch.device) -> None:
+        """The target on the device, where it stays only if training uses it too."""
+        if self.target is None:
+            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=device)
+        if not self.lent:
+            self.target.model.to(device)
 
     def costs(self, drafter: Drafter) -> Costs:
         """The run's cost table: measured once, by the first rank, so that all checkpoints are compared under the same."""

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
 from dloop_train.ranks import gather_over_ranks, rank, world_size
-from dloop_train.runs import read_jsonl, write_atomic
+from dloop_train.runs import read_jsonl, require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_target
 from dloop_train.targets.target import Target
 from dloop_train.training.anchors import Origins, draw_origins
@@ -31,6 +31,7 @@ from dloop_train.training.unroll import Terms, Unroll
 
 LOG = "validation.jsonl"
 COSTS = "costs.json"
+VALIDATED_BY = "validated_by.json"
 BINS = 20
 """Of the gate's score, as the probability exp(score) in [0, 1]."""
 
@@ -134,6 +135,18 @@ def gate_scores(records: Sequence[Replay]) -> dict:
     counts, edges = np.histogram(probability, bins=BINS, range=(0, 1))
     accepted, _ = np.histogram(probability[full], bins=edges)
     return {"gate_score_histogram": counts.tolist(), "gate_calibration": [a / n if n else None for a, n in zip(accepted.tolist(), counts.tolist(), strict=True)]}
+
+
+def settings_of(config: Config) -> dict:
+    """What scores and thresholds are chosen by."""
+    return {"gate": {"kind": type(config.gate).__name__, **asdict(config.gate)}, "evaluate.thresholds": config.evaluate.thresholds, "train.validate_prompts": config.train.validate_prompts}
+
+
+def require_same_validation(config: Config) -> None:
+    """Stop where the run's validations so far were for another gate or on other prompts: what they said does not compare with what these settings would."""
+    path = artifacts.run_folder(config) / VALIDATED_BY
+    if path.is_file():
+        require_same(json.loads(path.read_text()), settings_of(config), path)
 
 
 def chosen_threshold(folder: Path, step: int) -> float | None:

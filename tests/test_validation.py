@@ -12,17 +12,18 @@ from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import Costs
 from dloop_train.decoding.gates import Always, DLoop, Never
 from dloop_train.decoding.replay import Replay
-from dloop_train.phases import artifacts
+from dloop_train.phases import artifacts, validation
 from dloop_train.phases.evaluate import settings_of
 from dloop_train.phases.export import gate_of
 from dloop_train.phases.replaying import candidates, fastest, sweep
-from dloop_train.phases.validation import BINS, Validator, chosen_threshold, gate_scores, predictions
+from dloop_train.phases.train import DONE, finished
+from dloop_train.phases.validation import BINS, VALIDATED_BY, Validator, chosen_threshold, gate_scores, predictions
 from dloop_train.runs import write_atomic, write_jsonl
 from dloop_train.targets.responders import decode_plain
 from dloop_train.targets.sources import load_target
 from dloop_train.training.engine import Validation
 from dloop_train.training.metrics import flat
-from dloop_train.training.saves import weights_of
+from dloop_train.training.saves import POINTER, weights_of
 
 COSTS = Costs(draft_first=0.01, draft_more=0.004, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1)
 RUN = ("+drafter=dflash", "+target=tiny_llama", "++drafter.width=4", "++train.precision=float32", "++train.depth_exposure=2", "++train.origins=3")
@@ -125,6 +126,26 @@ def test_an_export_names_the_threshold_of_its_step(tmp_path):
         gate_of(config, 6)
     fixed = composed(*RUN, f"root={tmp_path}", "++gate.threshold=-0.6")
     assert gate_of(fixed, 6).threshold == -0.6
+
+
+@pytest.mark.parametrize("change, says", [("++gate.max_stages=2", "gate:"), ("++gate.threshold=-0.6", "gate:"), ("++evaluate.thresholds=[-2.0]", "evaluate.thresholds: found"),
+                                          ("++train.validate_prompts=2", "train.validate_prompts: found 16, wanted 2")])
+def test_what_checkpoints_are_compared_by_stays_as_it_is(change, says, tmp_path):
+    """Neither a training nor the choice of a threshold goes on with scores of another gate or other prompts."""
+    folder = artifacts.run_folder(composed(*RUN, f"root={tmp_path}"))
+    write_atomic(folder / VALIDATED_BY, json.dumps(validation.settings_of(composed(*RUN, f"root={tmp_path}"))))
+    validation.require_same_validation(composed(*RUN, f"root={tmp_path}"))
+    with pytest.raises(ValueError, match=says):
+        validation.require_same_validation(composed(*RUN, f"root={tmp_path}", change))
+
+
+@pytest.mark.parametrize("worse, patience, over", [(None, 0, True), (None, 3, True), (3, 3, True), (3, 0, False), (3, 5, False)])
+def test_a_training_that_patience_ended_goes_on_with_more_of_it(worse, patience, over, tmp_path):
+    config = composed(*RUN, f"root={tmp_path}", f"++train.patience={patience}")
+    checkpoints = artifacts.run_folder(config) / "checkpoints"
+    write_atomic(checkpoints / POINTER, json.dumps({"tag": "step-0000005", "step": 5, "world_size": 1}))
+    write_atomic(checkpoints / DONE, json.dumps({"step": 5, "worse": worse}))
+    assert finished(config) is over
 
 
 def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_beside(tmp_path):

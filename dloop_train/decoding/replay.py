@@ -11,7 +11,6 @@ from dloop_train.drafters.base import Drafter, take
 from dloop_train.targets.target import Target
 from dloop_train.types import Context, Round
 
-
 UNDRAFTED = -2
 """Stands for a token where a branch was not followed any further; the text is padded with -1."""
 

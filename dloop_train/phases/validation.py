@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
 from dloop_train.ranks import gather_over_ranks, rank, world_size
-from dloop_train.runs import read_jsonl, write_atomic
+from dloop_train.runs import read_jsonl, require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_target
 from dloop_train.targets.target import Target
 from dloop_train.training.anchors import Origins, draw_origins
@@ -31,6 +31,7 @@ from dloop_train.training.unroll import Terms, Unroll
 
 LOG = "validation.jsonl"
 COSTS = "costs.json"
+VALIDATED_BY = "validated_by.json"
 BINS = 20
 """Of the gate's score, as the probability exp(score) in [0, 1]."""
 
@@ -47,21 +48,32 @@ class Validator:
             raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
                              f"or raise train.validate_prompts and generate.greedy_prompts")
         self.stages = max(config.train.depth_exposure + 1, 2)
-        self.target = target if target is not None and target.dtype == as_dtype(config.train.precision) else None
+        self.lent = target is not None and target.dtype == as_dtype(config.train.precision)
+        self.target = target if self.lent else None
 
     def __call__(self, step: int, drafter: Drafter) -> Validation:
         if not self.responses:
             return Validation({})
-        started, training = time.perf_counter(), drafter.training
+        training = drafter.training
         drafter.eval()
-        if self.target is None:
-            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=next(drafter.parameters()).device)
+        self.fetch_target(next(drafter.parameters()).device)
         costs = self.costs(drafter)
+        started = time.perf_counter()
         records = self.replay(drafter)
         row, score = predictions(records, self.config.gate, self.config.evaluate.thresholds, costs, k=drafter.k)
         row |= self.losses(drafter) | gate_scores(records)
         drafter.train(training)
-        return Validation(row | {"seconds": time.perf_counter() - started}, score)
+        seconds = time.perf_counter() - started
+        if not self.lent:
+            self.target.model.to("cpu")  # between validations its memory is the training's
+        return Validation(row | {"seconds": seconds}, score, seconds)
+
+    def fetch_target(self, device: torch.device) -> None:
+        """The target on the device, where it stays only if training uses it too."""
+        if self.target is None:
+            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=device)
+        if not self.lent:
+            self.target.model.to(device)
 
     def costs(self, drafter: Drafter) -> Costs:
         """The run's cost table: measured once, by the first rank, so that all checkpoints are compared under the same."""
@@ -123,6 +135,18 @@ def gate_scores(records: Sequence[Replay]) -> dict:
     counts, edges = np.histogram(probability, bins=BINS, range=(0, 1))
     accepted, _ = np.histogram(probability[full], bins=edges)
     return {"gate_score_histogram": counts.tolist(), "gate_calibration": [a / n if n else None for a, n in zip(accepted.tolist(), counts.tolist(), strict=True)]}
+
+
+def settings_of(config: Config) -> dict:
+    """What scores and thresholds are chosen by."""
+    return {"gate": {"kind": type(config.gate).__name__, **asdict(config.gate)}, "evaluate.thresholds": config.evaluate.thresholds, "train.validate_prompts": config.train.validate_prompts}
+
+
+def require_same_validation(config: Config) -> None:
+    """Stop where the run's validations so far were for another gate or on other prompts: what they said does not compare with what these settings would."""
+    path = artifacts.run_folder(config) / VALIDATED_BY
+    if path.is_file():
+        require_same(json.loads(path.read_text()), settings_of(config), path)
 
 
 def chosen_threshold(folder: Path, step: int) -> float | None:

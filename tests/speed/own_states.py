@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 from dloop_train.checkpoints.files import load_drafter, locate_drafter
 from dloop_train.config import check, from_hydra
 from dloop_train.data.responses import read_responses
-from dloop_train.decoding.gates import Never
+from dloop_train.decoding.gates import Always, Never
 from dloop_train.decoding.replay import walk_gate
 from dloop_train.phases import artifacts
-from dloop_train.decoding.gates import Always
 from dloop_train.phases.replaying import next_stage_tokens, replay_all, tau_of
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import load_target

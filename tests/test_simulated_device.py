@@ -122,7 +122,10 @@ def test_targets_take_drafts_back(name, device):
     target.commit(cache, 8, range(2))
     again = target.read(tokens[:, 10:], cache=cache, logits=slice(None)).logits
     torch.testing.assert_close(again, target.read(tokens, logits=slice(10, None)).logits, rtol=1e-3, atol=1e-4)
-    respond(target, [[60, 61], [62, 63, 64]], ["a", "b"], SamplingConfig(), max_new_tokens=6, seed=0)
+    prompts, drawn = [[60, 61], [62, 63, 64], [65, 66]], dict(max_new_tokens=6, seed=0)
+    answers = respond(target, prompts, "abc", SamplingConfig(), **drawn)
+    target.spec = replace(target.spec, stop_ids=(answers[0][1],))
+    assert len(respond(target, prompts, "abc", SamplingConfig(), **drawn)[0]) <= 2  # it leaves the batch, and its cache
     decode_plain(target, [60, 61], max_new_tokens=3)
 
 

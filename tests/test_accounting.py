@@ -102,6 +102,7 @@ def test_one_rank_sends_nothing_and_a_later_stage_sends_more(tiny_target):
 
 @pytest.mark.parametrize("families", ["dspark,eagle3", pytest.param("dflash,domino,mtp,mtp_assistant", marks=pytest.mark.slow)])
 def test_the_benchmark_runs_and_its_plain_reference_has_the_same_loss(families, capsys):
-    main(["--target", "tiny_llama", "--drafter", families, "--length", "40", "--sequences", "2", "--origins", "4", "--steps", "1", "--terms"])
+    main(["--target", "tiny_llama", "--drafter", families, "--length", "40", "--sequences", "2", "--origins", "4", "--steps", "1", "--terms", "--pack", "--recompute"])
     printed = capsys.readouterr().out
-    assert printed.count("plain N=3") == len(families.split(",")) and "quotient" in printed and "attention to context" in printed
+    assert all(printed.count(f"  {way} N=3") == len(families.split(",")) for way in ("plain", "packed", "recompute"))
+    assert "quotient" in printed and "attention to context" in printed

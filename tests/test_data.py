@@ -46,8 +46,19 @@ def test_jsonl_prompts(tmp_path):
     assert [p.split for p in prompts] == ["train", "test"]
 
 
+def test_tool_calls_reach_the_chat_template(tmp_path):
+    """Nothing of a message is dropped on the way."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+    rows = [{"messages": [{"role": "user", "content": "add"}, call, {"role": "tool", "content": "2"}, {"role": "user", "content": "and?"}]}]
+    (prompt,) = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.0, test=0.0).read()
+    tokenizer = byte_tokenizer(stop_id=2)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+    assert tokenizer.decode(prompt_ids(tokenizer, list(prompt.messages), tiny_config())) == "add<add>2and?"
+
+
 @pytest.mark.parametrize("row, message", [({"text": "a"}, 'expected "messages" or "prompt"'), ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
-                                          ({"prompt": "a", "split": "dev"}, "split must be one of"), ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn")])
+                                          ({"prompt": "a", "split": "dev"}, "split must be one of"), ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
+                                          ({"prompt": "a", "tools": [{"name": "search"}]}, "a row with tools")])
 def test_bad_prompt_rows_are_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message) as error:
         JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", [row]))).read()

@@ -49,9 +49,30 @@ def test_a_hub_prompt_set_is_not_counted_by_downloading(tmp_path):
     config, estimated = planned(tmp_path, "+drafter=dflash", "+target=qwen3_8b")
     assert estimated.prompts == "unknown until downloaded, about 1.4 M"
     assert not estimated.fits and "WARNING: the feature store does not fit" in plan.as_text(config, estimated)
-    assert estimated.drafter is None and "unknown until z-lab/Qwen3-8B-DFlash-b16" in plan.as_text(config, estimated)
+    assert "z-lab/Qwen3-8B-DFlash-b16 is not on this machine" in plan.as_text(config, estimated)
     _, limited = planned(tmp_path, "+drafter=dflash", "+target=qwen3_8b", "++prompts.limit=50")
     assert limited.counts.samples == 50 and limited.steps == 2 and not limited.counts.measured
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_step_is_reckoned_before_any_weights_are_here(pair, tmp_path):
+    """For every pair: the size of released weights stands in its YAML. Another size of the user's own goes before it."""
+    config, estimated = planned(tmp_path, *pair_of(pair))
+    assert estimated.drafter.step.flops > 0
+    if config.drafter.released.get("width"):
+        assert estimated.drafter.k + (config.drafter.alignment == "fill_in") == config.drafter.released["width"]
+        assert planned(tmp_path, *pair_of(pair), "++drafter.width=3")[1].drafter.k == 3 - (config.drafter.alignment == "fill_in")
+
+
+@pytest.mark.parametrize("pair, parameters", [("mtp_qwen35_9b", 243_290_624), ("mtp_assistant_gemma4_12b", 154_421_504 + 262_144 * 1024)])
+def test_released_sizes_are_those_of_the_files(pair, parameters, tmp_path):
+    """As their publishers' files have them; an assistant's own embedding beside the rest."""
+    assert planned(tmp_path, *pair_of(pair))[1].drafter.parameters == parameters
+
+
+def test_weights_of_unknown_size_leave_a_step_unknown(tmp_path):
+    config, estimated = planned(tmp_path, "+drafter=domino", "+target=llama31_8b", "++drafter.alignment=shifted", "++drafter.init=somebody/Llama-Domino")
+    assert estimated.drafter is None and "unknown until somebody/Llama-Domino" in plan.as_text(config, estimated)
 
 
 @pytest.mark.parametrize("name, parameters", [("qwen3_4b", 4_022_468_096), ("qwen3_8b", 8_190_735_360), ("llama31_8b", 8_030_261_248),

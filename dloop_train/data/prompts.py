@@ -17,7 +17,8 @@ class Prompt:
     """A conversation that ends with a user's turn."""
 
     id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict, ...]
+    """As the chat template takes them: role and content, and what else a message has, such as tool calls."""
     category: str
     split: str
 
@@ -28,11 +29,11 @@ def split_of(identity: str, validation: float, test: float) -> str:
     return "test" if share < test else "validation" if share < test + validation else "train"
 
 
-def content_id(messages: list[dict[str, str]]) -> str:
+def content_id(messages: list[dict]) -> str:
     return hashlib.sha256(json.dumps(messages, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def up_to_last_user_turn(messages: list[dict[str, str]], where: str) -> tuple[dict[str, str], ...]:
+def up_to_last_user_turn(messages: list[dict], where: str) -> tuple[dict, ...]:
     """The conversation without the assistant's final answer: the target gives its own."""
     for message in messages:
         check(isinstance(message, dict) and message.keys() >= {"role", "content"}, f"{where}: a message needs role and content, got {message!r}")
@@ -40,7 +41,7 @@ def up_to_last_user_turn(messages: list[dict[str, str]], where: str) -> tuple[di
     while messages and messages[-1]["role"] != "user":
         messages = messages[:-1]
     check(bool(messages), f"{where}: no user turn")
-    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    return tuple(messages)
 
 
 @dataclass(kw_only=True)
@@ -97,6 +98,7 @@ class JsonLines(Prompts):
             where = f"{path}:{number}"
             messages = row.get("messages") or ([{"role": "user", "content": row["prompt"]}] if row.get("prompt") else None)
             check(bool(messages), f'{where}: expected "messages" or "prompt", got {sorted(row)}')
+            check(not row.get("tools"), f"{where}: a row with tools cannot be rendered, since only messages reach the chat template; write them into the system message")
             messages = up_to_last_user_turn(messages, where)
             identity = str(row.get("id") or content_id(list(messages)))
             split = row.get("split") or split_of(identity, self.validation, self.test)

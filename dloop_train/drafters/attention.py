@@ -14,9 +14,6 @@ from dloop_train.types import KV
 QUERIES = 512
 """Queries a head that look at the context together where the mask is dense: they see as many rows as the last of their branches."""
 
-SMALLEST = 16
-"""Head size from which FlexAttention has kernels."""
-
 
 def visible(row: Tensor, first: Tensor, origin: Tensor, at: Tensor | None, window: int | None) -> Tensor:
     """Whether a query at row `at` sees a row of the context: of its own document, strictly before its origin, within its window.
@@ -37,9 +34,11 @@ class Sight:
         self.origin, self.first, self.whole = origin, first, whole
         self.made: dict[Hashable, Any] = {}
 
-    def take(self, branches: int) -> "Sight":
-        """The first branches alone."""
-        return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+    def take(self, branches: int | Tensor) -> "Sight":
+        """So many branches from the first on, whose masks are cut from those of all; or those of an index."""
+        if isinstance(branches, int):
+            return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+        return Sight(self.origin[:, branches], self.first[:, branches])
 
     def once(self, key: Hashable, make) -> Any:
         if key not in self.made:
@@ -123,7 +122,7 @@ def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, s
         return single_branch(queries, context, own, sight, ahead, hidden, scale, window)
     # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
-    to_context = context_in_blocks if queries.is_cuda and size >= SMALLEST else context_in_parts
+    to_context = context_in_blocks if has_kernel(queries) else context_in_parts
     mixed, log_sum = to_context(grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window)
     if own is not None:
         mixed = add_own(mixed, log_sum, grouped, own, hidden, scale)
@@ -147,6 +146,15 @@ def own_hidden(slots: int, count: int, window: int | None, causal: bool, device:
     behind = torch.arange(count - slots, count, device=device)[:, None] - torch.arange(count, device=device)  # how far a row lies back
     hidden = behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)
     return hidden if window is None else hidden | (behind.abs() >= window)
+
+
+HEADS = range(16, 513)
+"""Sizes of a head for which FlexAttention has a kernel: Triton's products begin with 16 numbers, and beyond Gemma 4's 512 no tiles were looked for."""
+
+
+def has_kernel(queries: Tensor) -> bool:
+    """Whether FlexAttention takes queries [..., E] such as these: on a GPU, in at most fp32."""
+    return queries.is_cuda and queries.element_size() <= 4 and queries.shape[-1] in HEADS
 
 
 # Over the context: what attention gives [B, G, N, r, E], and the log of the sum of exponents [B, G, N, r] that it was divided by
@@ -192,13 +200,20 @@ FORMS = 64
 """Compiled forms of one of these functions at most. Batches and stages of all sizes need about ten, twice as many with and without gradients."""
 
 
-@cache
 def flex(compiled: bool) -> Flex:
     """Compiled in full: what is left uncompiled, also behind the limit of forms, would hold all scores at once and tell nobody."""
+    functions = flex_functions(compiled)
+    # Each thread has a limit of its own, and what is computed again for a backward pass is computed in autograd's thread.
+    if compiled and torch._dynamo.config.recompile_limit < FORMS:
+        torch._dynamo.config.recompile_limit = FORMS  # of torch 2.11 to 2.13 only the last takes it with the function
+    return functions
+
+
+@cache
+def flex_functions(compiled: bool) -> Flex:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     if not compiled:
         return Flex(flex_attention, create_block_mask)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)  # of torch 2.11 to 2.13 only the last takes it with the function
     return Flex(torch.compile(flex_attention, fullgraph=True), torch.compile(create_block_mask, fullgraph=True))
 
 

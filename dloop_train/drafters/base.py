@@ -119,6 +119,8 @@ class DrafterConfig:
     taps: list[int] = field(default_factory=list)
     """Tapped target layers; empty takes the target's list for this kind."""
     revision: str = "main"
+    released: dict[str, int] = field(default_factory=dict)
+    """What these settings would be for a drafter from scratch as large as the weights that `init` names: what a dry run reckons with before they are on this machine."""
 
     family: ClassVar[str] = ""
     kind: ClassVar[str] = ""
@@ -149,6 +151,12 @@ class DrafterConfig:
     def looped(self, shape: DrafterShape) -> DrafterShape:
         """A released checkpoint's shape as these settings loop it."""
         return shape
+
+    def shape_unread(self, target: TargetSpec, taps: list[int]) -> DrafterShape | None:
+        """The shape as far as settings tell it, for weights that are not on this machine; None where they do not."""
+        if self.init == "scratch":
+            return self.shape(target, taps)
+        return self.looped(replace(self, init="scratch", **self.released).shape(target, taps)) if self.released else None
 
     def section(self) -> dict:
         """What of these settings an export must keep, since no public key tells it."""
@@ -263,13 +271,15 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
 
-def take(state: DraftState, branches: int) -> DraftState:
-    """The first `branches` of the N axis: training sorts origins by depth, so that finished ones leave at the end."""
-    if branches == state.origin.shape[1]:
+def take(state: DraftState, branches: int | Tensor) -> DraftState:
+    """So many branches from the start of the N axis, or those of an index [M]. Training sorts origins by depth, so that finished ones leave at the end."""
+    number = branches if isinstance(branches, int) else len(branches)
+    if number == state.origin.shape[1]:
         return state
-    own = None if state.own is None else tuple(KV(kv.keys[:, :branches], kv.values[:, :branches]) for kv in state.own)
-    return replace(state, own=own, sight=state.sight.take(branches), origin=state.origin[:, :branches], first=state.first[:, :branches], position=state.position[:, :branches],
-                   hidden=None if state.hidden is None else state.hidden[:, :branches])
+    chosen = slice(branches) if isinstance(branches, int) else branches
+    own = None if state.own is None else tuple(KV(kv.keys[:, chosen], kv.values[:, chosen]) for kv in state.own)
+    return replace(state, own=own, sight=state.sight.take(branches), origin=state.origin[:, chosen], first=state.first[:, chosen], position=state.position[:, chosen],
+                   hidden=None if state.hidden is None else state.hidden[:, chosen])
 
 
 def linear_flops(*modules: nn.Module | None) -> int:

@@ -55,7 +55,9 @@ class AssistantConfig(ChainConfig):
     tokens_per_stage: int = 4
     layers: int = 4
     hidden_size: int = 256
-    """D of an assistant from scratch; its feed-forward layers are four times as wide."""
+    """D of an assistant from scratch."""
+    intermediate_size: int = 0
+    """Width of the feed-forward layers of an assistant from scratch; 0 is four times hidden_size."""
     draft_position: str = "last_kv"
     """RoPE position of all passes of a round: last_kv is the newest known row, bonus the anchor's. Engines disagree."""
     train_embedding: bool = False
@@ -91,7 +93,7 @@ class AssistantConfig(ChainConfig):
     def layer_on(self, target: TargetSpec, shared: SharedKV) -> LayerSizes:
         config = target.text_config
         kind = FULL if shared.window is None else SLIDING
-        return LayerSizes(architecture="gemma4", hidden_size=self.hidden_size, intermediate_size=4 * self.hidden_size,
+        return LayerSizes(architecture="gemma4", hidden_size=self.hidden_size, intermediate_size=self.intermediate_size or 4 * self.hidden_size,
                           num_attention_heads=config["num_attention_heads"], num_key_value_heads=shared.groups, head_dim=shared.size,
                           rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings") or 4096,
                           keys_are_values=kind == FULL and bool(config.get("attention_k_eq_v")), window=shared.window, causal=shared.window is not None)

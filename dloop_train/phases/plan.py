@@ -68,6 +68,8 @@ class DrafterEstimate:
     """A rank's loop-aware step."""
     base_step: StepCost
     """A rank's step of the base recipe, where such steps come first."""
+    target_bytes: float
+    """The target's weights."""
     online_flops: float
     """What the target would do for a rank's step, were its features read inside the step instead of from disk."""
 
@@ -167,7 +169,9 @@ def cached_folder(repository: str, revision: str) -> Path | None:
 
 
 def local_drafter(config: Config, init: str) -> Path | None:
-    """The folder that drafter.init or drafter.backbone names, if it is on this machine."""
+    """The folder that drafter.init or drafter.backbone names, if it is on this machine; none for a drafter from scratch."""
+    if init == "scratch":
+        return None
     if init.startswith("starter:"):
         folder = DATA / "starters" / init.removeprefix("starter:")
         return folder if (folder / "config.json").is_file() else None
@@ -176,18 +180,18 @@ def local_drafter(config: Config, init: str) -> Path | None:
 
 
 def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafter | None:
-    """The drafter's modules without memory; None where its checkpoint is not on this machine."""
+    """The drafter's modules without memory; None where its checkpoint is not on this machine and nobody says how large it is."""
     settings = config.drafter
-    if settings.init == "scratch":
-        shape, backbone = settings.shape(spec, taps), settings.backbone
-        if backbone and (folder := local_drafter(config, backbone)) is not None:
-            require_backbone(shape, folder)
-    else:
-        folder = local_drafter(config, settings.init)
-        if folder is None:
-            return None
-        shape = settings.looped(read_shape(folder)).on(spec, taps)
-        require_fit(shape, spec, taps, folder)
+    folder = local_drafter(config, settings.backbone or settings.init)
+    shape = settings.shape_unread(spec, taps)
+    if settings.backbone and folder is not None:
+        require_backbone(shape, folder)
+    elif folder is not None:
+        shape = settings.looped(read_shape(folder))
+    if shape is None:
+        return None
+    shape = shape.on(spec, taps)
+    require_fit(shape, spec, taps, folder or Path(settings.init))
     with torch.device("meta"):
         return settings.build(shape, None)
 
@@ -245,7 +249,7 @@ def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, s
         return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, **source)
 
     return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
-                           step(Terms(0)), micro_batches * read)
+                           step(Terms(0)), held, micro_batches * read)
 
 
 def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
@@ -382,7 +386,11 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
             ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"]]
     if drafter is None:
         return [*rows, ["drafter", f"unknown until {config.drafter.init} and the prompts are on this machine"]]
-    return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}"], ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below"]]
+    here = config.drafter.init == "scratch" or local_drafter(config, config.drafter.init) is not None
+    source = "" if here else f"; {config.drafter.init} is not on this machine, its size is taken from drafter.released"
+    validated = f", and {size(drafter.target_bytes)} for the target when it validates" if config.train.validate_prompts and config.features.source == "disk" else ""
+    return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}{source}"],
+            ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below{validated}"]]
 
 
 def step_lines(config: Config, drafter: DrafterEstimate | None) -> list[str]:
@@ -418,7 +426,7 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     """FLOPs, and seconds at the assumed rate; a bound on tokens makes both a bound."""
     found, drafter, steps = estimated.counts, estimated.drafter, estimated.steps
     one, train = estimated.rates[config.target.dtype], estimated.rates[config.train.precision]
-    train *= estimated.ranks if torch.cuda.is_available() else 1  # ranks on a CPU share its cores
+    train *= estimated.ranks if default_device().type == "cuda" else 1  # ranks on a CPU share its cores
     measured = found is not None and found.measured
     bound = "" if measured else "at most "
     states = {line.name: line.state for line in estimated.phases}

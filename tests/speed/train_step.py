@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from watching import Watching
 
 from dloop_train.config import CONF, Config, DeepSpeedConfig, TrainConfig, check, from_hydra
-from dloop_train.data.batches import TextBatch
+from dloop_train.data.batches import TextBatch, collate, packed
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.plan import cost_rows, measure_rate, size, table
@@ -35,11 +35,9 @@ from dloop_train.targets.sources import as_dtype, default_device, random_config,
 from dloop_train.training.accounting import StepCost, counts_of, step_cost
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.unroll import Terms, Unroll
-from dloop_train.types import TargetSpec
+from dloop_train.types import Sample, TargetSpec
 
 FAMILIES = ("dflash", "domino", "dspark", "eagle3", "mtp", "mtp_assistant")
-RELEASED = {"dflash": ("drafter.layers=5", "drafter.width=16"), "domino": ("drafter.layers=5", "drafter.width=16"), "dspark": ("drafter.layers=5", "drafter.width=7")}
-"""Sizes of the weights that the large targets' pairs name; those of pairs from scratch stand in their YAML."""
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,6 +50,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], help="more settings of the drafter, such as drafter.width=8")
+    parser.add_argument("--recompute", action="store_true", help="also the unrolled step that keeps only a stage's states (train.recompute)")
+    parser.add_argument("--pack", action="store_true", help="texts of unequal length, and also the unrolled step that packs them into one row (train.pack)")
     parser.add_argument("--terms", action="store_true", help="print the account of every step term by term")
     return parser.parse_args(words)
 
@@ -77,8 +77,8 @@ class Bench:
         self.masters = [parameter.detach().float() for parameter in self.trained] if low else self.trained
         self.optimiser = torch.optim.AdamW(self.masters, lr=1e-5)
 
-    def origins(self, depth: int) -> Origins:
-        return draw_origins(self.batch, self.drafter.k, count=self.wanted.origins, depth_exposure=depth, seed=0, epoch=0)
+    def origins(self, depth: int, batch: TextBatch | None = None) -> Origins:
+        return draw_origins(batch or self.batch, self.drafter.k, count=self.wanted.origins, depth_exposure=depth, seed=0, epoch=0)
 
     def update(self) -> None:
         if self.masters is self.trained:
@@ -104,15 +104,12 @@ def distinct_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def composed(family: str, wanted: argparse.Namespace) -> Config:
-    """The settings of a pair, its drafter from scratch."""
+    """The settings of a pair, or of a drafter from scratch where there is none."""
     paired = (CONF / "pair" / f"{family}_{wanted.target}.yaml").is_file()
-    extra = [] if paired or family not in ("dflash", "domino") else ["drafter.alignment=shifted"]
-    overrides = [f"+drafter={family}", f"+target={wanted.target}", "name=speed"]
+    alone = [] if paired else ["drafter.init=scratch", *(["drafter.alignment=shifted"] if family in ("dflash", "domino") else [])]
+    overrides = [f"+drafter={family}", f"+target={wanted.target}", "name=speed", *(f"++{one}" for one in (*alone, *wanted.set))]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         tree = compose("config", overrides)
-        if tree.drafter.get("init") != "scratch" and not str(tree.drafter.get("init")).startswith("starter:"):
-            extra += RELEASED.get(family, ())
-        tree = compose("config", [*overrides, *(f"++{one}" for one in ("drafter.init=scratch", *extra, *wanted.set))])
     with open_dict(tree):
         return from_hydra(OmegaConf.create(OmegaConf.to_container(tree, resolve=True)))
 
@@ -120,18 +117,20 @@ def composed(family: str, wanted: argparse.Namespace) -> Config:
 def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
     config, dtype = composed(family, wanted), as_dtype(wanted.precision)
     spec, taps = spec_of(config.target, random_config(config.target)), artifacts.taps(config)
+    shape = config.drafter.shape_unread(spec, taps) or replace(config.drafter, init="scratch").shape(spec, taps)  # of starters the sizes from scratch
     torch.manual_seed(0)
     with torch.device(default_device() if wanted.device == "auto" else wanted.device):
         embed, lm_head = (torch.randn(spec.vocab_size, spec.hidden_size, dtype=dtype) * 0.02 for _ in range(2))
-        drafter = config.drafter.build(config.drafter.shape(spec, taps), TargetHead(embed, lm_head, embed_scale=spec.embed_scale, softcap=spec.softcap))
+        drafter = config.drafter.build(shape.on(spec, taps), TargetHead(embed, lm_head, embed_scale=spec.embed_scale, softcap=spec.softcap))
         tokens = torch.randint(spec.vocab_size, (wanted.sequences, wanted.length))
         features, last_hidden = (torch.randn(wanted.sequences, wanted.length, width, dtype=dtype) for width in (drafter.shape.reads.width(spec), spec.hidden_size))
     drafter = drafter.to(dtype)
     with torch.no_grad():
         drafter.start_vocabulary(Counter(), lm_head)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    mask[:, wanted.length // 4:] = True  # the first quarter is the prompt
-    return Bench(family, wanted, spec, drafter, TextBatch(tuple(map(str, range(wanted.sequences))), tokens, mask, features, last_hidden))
+    lengths = [wanted.length - number * wanted.length // (2 * wanted.sequences) * wanted.pack for number in range(wanted.sequences)]
+    samples = [Sample(str(row), tokens[row, :length], torch.arange(length, device=tokens.device) >= wanted.length // 4,  # the first quarter is the prompt
+                      features[row, :length], last_hidden[row, :length]) for row, length in enumerate(lengths)]
+    return Bench(family, wanted, spec, drafter, collate(samples))
 
 
 # Ways to make a step
@@ -165,23 +164,31 @@ class Way:
         return float(loss.detach())
 
 
-def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int) -> Way:
-    origins, terms = bench.origins(depth), Terms(depth)
-    totals = Unroll(bench.drafter, terms).weights(bench.batch, origins)
-    wanted = bench.wanted
-    train = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision)
-    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, bench.batch, origins, terms), train, DeepSpeedConfig())
-    return Way(name, lambda: unroll(bench.batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)
+def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int, *, batch: TextBatch | None = None, **train: bool) -> Way:
+    batch = batch or bench.batch
+    origins, terms, wanted = bench.origins(depth, batch), Terms(depth), bench.wanted
+    totals = Unroll(bench.drafter, terms).weights(batch, origins)
+    settings = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision, **train)
+    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, batch, origins, terms), settings, DeepSpeedConfig())
+    return Way(name, lambda: unroll(batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)
 
 
 def ways_of(bench: Bench) -> tuple[list[Way], list[str]]:
-    """What is compared for a family, and why something is not."""
+    """What is compared for a family, and why something is not. A way called `<kind> N=3` has the loss of `N=3`."""
     wanted, drafter = bench.wanted, bench.drafter
-    ours = [unrolled(bench, "S=1" if depth == 0 else f"N={depth}", Unroll(drafter, Terms(depth), max_rows=wanted.loss_rows), depth) for depth in dict.fromkeys((0, wanted.depth))]
+
+    def unroll(depth: int, **how: bool) -> Unroll:
+        return Unroll(drafter, Terms(depth), max_rows=wanted.loss_rows, **how)
+    ours = [unrolled(bench, "S=1" if depth == 0 else f"N={depth}", unroll(depth), depth) for depth in dict.fromkeys((0, wanted.depth))]
+    deepest = ours[-1].name
+    if wanted.recompute:
+        ours.append(unrolled(bench, f"recompute {deepest}", unroll(wanted.depth, recompute=True), wanted.depth, recompute=True))
+    if wanted.pack:
+        ours.append(unrolled(bench, f"packed {deepest}", unroll(wanted.depth), wanted.depth, batch=packed(bench.batch), pack=True))
     skipped = []
     needed, free = plain_bytes(drafter, bench.batch, bench.origins(wanted.depth), Terms(wanted.depth)), free_bytes(bench.batch.tokens.device)
     if needed < 0.8 * free:
-        plain = unrolled(bench, f"plain {ours[-1].name}", PlainUnroll(drafter, Terms(wanted.depth)), wanted.depth)
+        plain = unrolled(bench, f"plain {deepest}", PlainUnroll(drafter, Terms(wanted.depth)), wanted.depth)
         plain.cost = None
         ours.append(plain)
     else:
@@ -269,9 +276,10 @@ def ratio_rows(bench: Bench, ways: Sequence[Way]) -> list[list[str]]:
 def require_same_loss(ways: Sequence[Way], precision: str) -> None:
     by_name = {way.name: way.value for way in ways}
     for name, value in by_name.items():
-        if name.startswith("plain "):
-            ours, bound = by_name[name.removeprefix("plain ")], 2e-2 if precision == "bfloat16" else 1e-4
-            check(abs(value - ours) <= bound * abs(ours), f"the plain reference's loss is {value}, ours is {ours}: they should be the same")
+        kind, _, same = name.partition(" ")
+        if kind in ("plain", "packed", "recompute"):
+            ours, bound = by_name[same], 2e-2 if precision == "bfloat16" else 1e-4
+            check(abs(value - ours) <= bound * abs(ours), f"the loss of {name} is {value}, of {same} {ours}: they should be the same")
 
 
 def main(words: Sequence[str] | None = None) -> None:

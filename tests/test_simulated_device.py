@@ -101,7 +101,7 @@ def test_decoding(drafter, target, monkeypatch):
     assert synchronise.called  # what is queued has not been done
 
 
-@pytest.mark.parametrize("size, dtype, blocks", [(16, torch.float32, True), (256, torch.bfloat16, True), (8, torch.float32, False), (512, torch.bfloat16, False), (64, torch.float64, False)])
+@pytest.mark.parametrize("size, dtype, blocks", [(16, torch.float32, True), (256, torch.bfloat16, True), (8, torch.float32, False), (512, torch.bfloat16, True), (1024, torch.bfloat16, False), (64, torch.float64, False)])
 def test_heads_without_a_kernel_have_dense_masks(size, dtype, blocks, device, monkeypatch):
     monkeypatch.undo()
     ways = []

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 
-from dloop_train.config import CONF, SamplingConfig, TargetConfig, build, option
+from dloop_train.config import CONF, FeaturesConfig, SamplingConfig, TargetConfig, build, option
 from dloop_train.data import store as data_store
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import JsonLines, PerfectBlend, split_of
 from dloop_train.data.responses import AnswerLog, Merged, Response, as_line, index_file, merge, read_responses, write_rows
 from dloop_train.data.store import FeatureStore, plan_shards, shard_file, write_index, write_shard
-from dloop_train.phases import artifacts, generate
+from dloop_train.phases import artifacts, cache, generate
 from dloop_train.runs import Artifact, require_same, write_atomic
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
@@ -170,6 +170,8 @@ def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monk
     generate.run(before)
     monkeypatch.setattr(generate, "respond", lambda *_, **__: pytest.fail("a training prompt was answered again"))
     monkeypatch.setattr(generate, "write_training", lambda *_: pytest.fail("a training prompt was tokenised again"))
+    with pytest.raises(FileNotFoundError, match=f"greedy/{artifacts.greedy(after).key} does not exist yet"):
+        cache.require_source(replace(after, features=FeaturesConfig(source="online")))  # before any rank is started
     generate.write_questions(after)
     assert generate.all_files(after) == [generate.greedy_files(artifacts.greedy(after).partial, split) for split in generate.GREEDY]
     generate.run(after)

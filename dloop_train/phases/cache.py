@@ -87,7 +87,8 @@ def row_bytes(spec: TargetSpec, reads: Reads, dtype: str) -> int:
 def require_source(config: Config) -> None:
     """Stop where the phases before have not made what a training reads."""
     artifact = artifacts.responses(config) if config.features.source == "online" else artifacts.features(config)
-    artifact.facts()
+    for needed in (artifact, artifacts.greedy(config)):  # the second is validated on
+        needed.facts()
 
 
 def training_source(config: Config) -> Source:

@@ -83,7 +83,8 @@ def start_ranks(config: Config, phase: str) -> None:
     environment = os.environ | {FAILURE: str(failure)}
     if launcher_of(config.launch) == "hostfile":
         environment["DS_ENV_FILE"] = str(write_environment(run / "environment", environment))
-    torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
     RANKS.process = subprocess.Popen(command(config, [str(run / "config.yaml"), phase]), env=environment, preexec_fn=die_with_parent)
     code = wait(RANKS.process, failure)
     RANKS.process = None

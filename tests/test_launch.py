@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dloop_train import launch
+from dloop_train.agent import tell_killed
 from dloop_train.config import LaunchConfig
 from dloop_train.launch import World, command, free_port, launcher_of, read_hostfile, world, write_environment
 from dloop_train.ranks import FAILURE, leave_cause
@@ -102,6 +104,20 @@ def test_the_first_cause_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(FAILURE)
     leave_cause("train: by hand")
     assert capsys.readouterr().err == "dloop_train: train: by hand\n"
+
+
+@pytest.mark.parametrize("codes, before, after", [
+    ((1, -signal.SIGABRT), "the cause\n", "the cause"), ((-signal.SIGSEGV, -signal.SIGTERM), None, "ended by SIGSEGV"), ((1, -signal.SIGTERM), "the cause\n", "the cause"),
+    ((-signal.SIGABRT, -signal.SIGKILL), "connection closed by peer\n", "ended by SIGKILL"), ((1,), None, None)])
+def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp_path, monkeypatch):
+    """NCCL's watchdog aborts the ranks that one has left; only SIGKILL is a cause by itself."""
+    failure = tmp_path / "failure.txt"
+    monkeypatch.setenv(FAILURE, str(failure))
+    if before:
+        failure.write_text(before)
+    tell_killed("train", [ProcessFailure(rank, 0, code, "none") for rank, code in enumerate(codes)])
+    assert (after in failure.read_text()) if after else not failure.exists()
+    assert before != "the cause\n" or failure.read_text() == before
 
 
 class Command:

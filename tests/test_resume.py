@@ -4,12 +4,15 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, weights_of
 
@@ -18,7 +21,7 @@ from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
 from dloop_train.training.engine import Validation, validation_is_due
 from dloop_train.training.plan import Plan
-from dloop_train.training.saves import best_of, checkpoint_bytes, last_of
+from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -352,6 +355,61 @@ def test_ranks_have_as_many_tokens():
         found["shared"].append(idle_share(plan.shares(step, 8), lengths))
     (dealt_idle, dealt_apart), (idle, apart) = (np.mean(found[name], axis=0) for name in ("dealt", "shared"))
     assert idle <= dealt_idle and apart < dealt_apart / 4 and apart < 0.002, (dealt_idle, dealt_apart, idle, apart)
+
+
+# What goes wrong in a save
+
+
+class Writes:
+    """An engine that writes as DeepSpeed's does, or fails with what is no file's fault."""
+
+    def __init__(self, size=0, error=None):
+        self.size, self.error = size, error
+
+    def save_checkpoint(self, folder, *, tag, **_):
+        if self.error:
+            raise self.error
+        (Path(folder) / tag).mkdir(exist_ok=True)
+        torch.save({"a": torch.zeros(self.size)}, Path(folder) / tag / "state.pt")
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """This process cannot write more into any file: every writer gets its own error of the system's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("engine, width", [(Writes(100_000), 2), (Writes(100), 200)], ids=["torch", "safetensors"])
+def test_a_file_that_cannot_be_written_is_told_as_such(engine, width, tmp_path):
+    with files_of_at_most(50_000), pytest.raises(OSError, match=r"(?s)the checkpoint of step 4 could not be written to .*; make room") as told:
+        Checkpoints(tmp_path, 2).save(engine, torch.nn.Linear(width, width), 4, {})
+    assert isinstance(told.value.__cause__, RuntimeError if width == 2 else SafetensorError)
+    assert last_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")])
+def test_what_is_no_file_s_fault_is_not_told_as_one(error, tmp_path, monkeypatch):
+    """In DeepSpeed's own gathering and meeting, in ours, and where the best weights are gathered."""
+    def fail(*_):
+        raise error
+    saves, drafter = Checkpoints(tmp_path, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(type(error)) as found:
+        saves.save(Writes(error=error), drafter, 4, {})
+    assert found.value is error
+    for name in ("barrier", "whole_weights"):
+        with monkeypatch.context() as patched, pytest.raises(type(error)) as found:
+            patched.setattr(f"dloop_train.training.saves.{name}", fail)
+            saves.save(Writes(), drafter, 4, {})
+        assert found.value is error
+    monkeypatch.setattr("dloop_train.training.saves.whole_weights", fail)
+    with pytest.raises(type(error)) as found:
+        saves.mark_best(drafter, Best(4, 1.0))
+    assert found.value is error
 
 
 # A full disk

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PAIRS, pair_of
-from wandb_reader import read_offline_run
+from wandb_reader import read_identities, read_offline_run
 
 import dloop_train
 from dloop_train.targets.responders import decode_plain
@@ -69,6 +69,8 @@ def test_wandb_offline_run_holds_the_training(finished):
                  "validation/tau_gated", "validation/tokens_per_second_gated", "validation/gate_score", "validation/loss_first"):
         assert any(key.startswith(name) for row in history for key in row), name
     assert config["train"]["depth_exposure"] == 3
+    (train, group, _), (report, other, _) = read_identities(root / "runs" / "dflash-tiny_llama")
+    assert train.removesuffix("-train") == report.removesuffix("-report") and group == other
     table = json.loads((root / "runs" / "dflash-tiny_llama" / "report.json").read_text())["settings"]
     assert {one["label"]: summary[f"evaluation/{one['label']}/tau"] for one in table} == {one["label"]: one["tau"]["value"] for one in table}
 

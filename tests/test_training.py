@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import Watch, composed, make_drafter
 from teaching import counting_batch
+from wandb_reader import read_identities
 
 from dloop_train.config import LogConfig
 from dloop_train.data.batches import TextBatch, micro_batches, packed, plan_epoch
@@ -24,7 +25,8 @@ from dloop_train.phases.train import finished
 from dloop_train.runs import read_jsonl, write_atomic
 from dloop_train.targets.head import TargetHead
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
-from dloop_train.training.metrics import MetricLog
+from dloop_train.training.engine import forget_rows_after
+from dloop_train.training.metrics import MetricLog, chosen_mode
 from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
 from dloop_train.types import Context
@@ -435,6 +437,50 @@ def test_a_resumed_log_holds_each_step_once(tmp_path):
     assert steps(3, 6) == [0, 3, 6]
     assert steps(3, best=6) == [0, 3, 6] == steps(3, 6, best=6) and steps(3, 4, best=6) == [0, 3, 4, 6]
     assert steps(0, 0, best=6) == [0]
+
+
+def test_a_row_that_a_full_disk_has_cut_is_forgotten(tmp_path):
+    """Whether its step is run again or not."""
+    for start in (2, 3):
+        for name in ("metrics.jsonl", "skipped.jsonl"):
+            (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "loss": "half of')
+        MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start)
+        forget_rows_after(tmp_path / "skipped.jsonl", start)
+        for name in ("metrics.jsonl", "skipped.jsonl"):
+            assert [row["step"] for row in read_jsonl(tmp_path / name)] == list(range(1, start + 1))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=2)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+W_AND_B, OTHER = "machine api.wandb.ai login user password k\n", "machine github.com login me password k\n"
+
+
+@pytest.mark.parametrize("netrc, environment, mode, says", [
+    (None, {}, "offline", "neither WANDB_API_KEY nor"), (OTHER, {}, "offline", "has a key for api.wandb.ai"), (OTHER + W_AND_B, {}, "online", "with the key in"),
+    (W_AND_B, {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "offline", "has a key for wandb.lab:8080"), ("default login me password k\n", {}, "offline", "has a key"),
+    ("machine wandb.lab:8080 login user password k\n", {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "online", "online to wandb.lab:8080"),
+    ("machine\n", {}, "offline", "cannot be read"), (OTHER, {"WANDB_API_KEY": "k"}, "online", "with WANDB_API_KEY"), (W_AND_B, {"WANDB_MODE": "disabled"}, "disabled", "")])
+def test_wandb_logs_online_where_there_is_a_key_for_its_host(netrc, environment, mode, says, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if netrc is not None:
+        (tmp_path / "netrc").write_text(netrc)
+    assert chosen_mode(LogConfig(), "train") == mode and says in capsys.readouterr().err
+    assert chosen_mode(LogConfig(mode="offline"), "train") == "offline"
+
+
+def test_a_training_that_goes_on_goes_on_in_its_wandb_run_and_a_new_one_in_its_own(tmp_path, monkeypatch):
+    """W&B drops steps below a run's last one."""
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    for folder, start in (("a", 0), ("a", 3), ("a", 0), ("b", 0)):
+        MetricLog(tmp_path / folder, LogConfig(mode="offline"), name="x", config={}, start=start).close()
+    first, resumed, anew = read_identities(tmp_path / "a")
+    elsewhere, = read_identities(tmp_path / "b")
+    assert first == resumed and len({first, anew, elsewhere}) == len({first[1], anew[1], elsewhere[1]}) == 3
 
 
 def test_a_training_that_began_anew_is_not_over_because_another_was(tmp_path):

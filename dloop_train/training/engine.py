@@ -19,7 +19,7 @@ from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import Source, TextBatch, packed
 from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
-from dloop_train.runs import read_jsonl, write_jsonl
+from dloop_train.runs import keep_rows
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
 from dloop_train.training.plan import Plan
@@ -314,7 +314,7 @@ def twin_of(drafter: Drafter) -> Drafter:
 def forget_rows_after(path: Path, step: int) -> None:
     """Rows of steps that will be run again."""
     if rank() == 0 and path.is_file():
-        write_jsonl(path, [row for row in read_jsonl(path) if row["step"] <= step])
+        keep_rows(path, lambda row: row["step"] <= step)
 
 
 def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int, *, universal: bool):

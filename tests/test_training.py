@@ -5,7 +5,8 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from conftest import Watch, composed, make_drafter
 from teaching import counting_batch
 from wandb_reader import read_identities
 
-from dloop_train.config import LogConfig
+from dloop_train.config import TYPED, LogConfig, PairConfig, SamplingConfig, build
 from dloop_train.data.batches import TextBatch, micro_batches, packed, plan_epoch
 from dloop_train.drafters.chain import ChainDrafter
 from dloop_train.drafters.domino import Domino
@@ -478,9 +479,11 @@ def test_a_training_that_goes_on_goes_on_in_its_wandb_run_and_a_new_one_in_its_o
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
     for folder, start in (("a", 0), ("a", 3), ("a", 0), ("b", 0)):
         MetricLog(tmp_path / folder, LogConfig(mode="offline"), name="x", config={}, start=start).close()
-    first, resumed, anew = read_identities(tmp_path / "a")
-    elsewhere, = read_identities(tmp_path / "b")
-    assert first == resumed and len({first, anew, elsewhere}) == len({first[1], anew[1], elsewhere[1]}) == 3
+        time.sleep(1)  # W&B names an offline log after the second it began in
+    first, resumed, *others = read_identities(tmp_path / "a") + read_identities(tmp_path / "b")
+    assert first == resumed and len(others) == 2
+    for ids_or_groups in list(zip(first, *others, strict=True))[:2]:
+        assert len(set(ids_or_groups)) == 3
 
 
 def test_a_training_that_began_anew_is_not_over_because_another_was(tmp_path):
@@ -498,6 +501,37 @@ def test_changed_settings_are_refused(uninterrupted):
     root, _ = uninterrupted
     with pytest.raises(AssertionError, match="made with other settings"):
         train(root, "phases=[train]", "train.steps=7", "name=whole")
+
+
+BAD = {"train": {"steps": -1, "epochs": 0, "base_epochs": -1, "warmup": 5, "clip": -1, "max_length": 0, "lr": math.inf, "beta2": 1, "validate_share": 1, "max_skipped_share": 0, "seed": -1},
+       "launch": {"processes": -2, "threads": -1}, "generate": {"batch_size": 0, "greedy_prompts": -1}, "cache": {"shard_bytes": 0}, "evaluate": {"prompts": 0, "thresholds": [math.nan]},
+       "target": {"mask_token_id": -2, "stop_ids": [-1], "taps": {"block": [-1]}}, "target.sampling": {"top_p": 0, "top_k": 0}}
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    """Some by name; and of every field that is a number, or a list of numbers, some number is refused."""
+    for section, values in BAD.items():
+        for name, value in values.items():
+            with pytest.raises(ValueError, match=f"{section}.*{name}.*got"):
+                build({**DEFAULTS.get(section, {}), name: value}, KINDS[section])
+    for section, kind in KINDS.items():
+        for one in fields(kind):
+            if one.type in NUMBERS:
+                tried = [[value] if "list" in str(one.type) else value for value in (-2, 2)]
+                assert any(refused(kind, {**DEFAULTS.get(section, {}), one.name: value}) for value in tried), f"{section}.{one.name}"
+
+
+KINDS = {**TYPED, "target.sampling": SamplingConfig, "pair": PairConfig}
+DEFAULTS = {"target": {"name": "a", "source": "hub", "path": "a", "stop_ids": [1]}}
+NUMBERS = (int, float, float | None, list[int], list[float])
+
+
+def refused(kind, values) -> bool:
+    try:
+        kind(**values)
+    except ValueError:
+        return True
+    return False
 
 
 def test_config_errors_name_the_field():

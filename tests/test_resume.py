@@ -19,7 +19,7 @@ from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, we
 from dloop_train.config import TrainConfig
 from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
-from dloop_train.training.engine import Validation, validation_is_due
+from dloop_train.training.engine import Standing, Validation, too_many_skipped, validation_is_due
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 
@@ -99,6 +99,24 @@ def test_too_many_skipped_steps_stop_the_run_and_keep_the_checkpoint(tmp_path):
         assert "train.max_skipped allows 0" in said and str(tmp_path / "skipped.jsonl") in said
     bad = read_jsonl(tmp_path / "skipped.jsonl")[-1]["step"]
     assert last_of(tmp_path / "checkpoints").step == (bad - 1) // 2 * 2 > 0
+
+
+def skipped_until(bad, steps=1000, **settings):
+    """The step at which a training ends in which `bad(step)` are skipped, and what it says."""
+    standing = Standing()
+    for step in range(1, steps + 1):
+        standing = Standing(step, standing.skipped + bad(step), standing.skipped_in_a_row + 1 if bad(step) else 0)
+        if bad(step) and (said := too_many_skipped(standing, TrainConfig(**settings))):
+            return step, said
+    return None
+
+
+def test_how_many_steps_may_be_skipped():
+    """So many in a row; and of all steps a share, once they are more than that."""
+    assert skipped_until(lambda step: step > 100)[0] == 111 and skipped_until(lambda step: step > 100, max_skipped=3)[0] == 104
+    step, said = skipped_until(lambda step: step % 2 == 0)
+    assert step == 22 and said.startswith("11 of 22 steps") and "train.max_skipped_share=0.1" in said
+    assert skipped_until(lambda step: step % 11 == 0) is None and skipped_until(lambda step: step % 2 == 0, max_skipped_share=0.5) is None
 
 
 # Stages and ranks

@@ -259,9 +259,8 @@ class Trainer:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         say(f"train: step {self.step} is skipped, a loss or gradient is not finite; its samples stand in {path}")
-        if self.standing.skipped_in_a_row > self.settings.max_skipped:
-            raise ValueError(f"{self.standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows "
-                             f"{self.settings.max_skipped}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples")
+        if too_many := too_many_skipped(self.standing, self.settings):
+            raise ValueError(f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples")
 
     # Validation
 
@@ -297,6 +296,16 @@ class Trainer:
     @property
     def out_of_patience(self) -> bool:
         return 0 < self.settings.patience <= self.standing.worse
+
+
+def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
+    """How many steps were skipped and how many may be, where that is more."""
+    if standing.skipped_in_a_row > settings.max_skipped:
+        return f"{standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows {settings.max_skipped}"
+    if standing.skipped > max(settings.max_skipped, settings.max_skipped_share * standing.step):
+        return (f"{standing.skipped} of {standing.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
+                f"train.max_skipped_share={settings.max_skipped_share} allow fewer")
+    return ""
 
 
 def validation_is_due(settings: TrainConfig, step: int, seconds: float, since: float) -> bool:

@@ -1,5 +1,6 @@
 """Starting ranks: who takes part, what a hostfile says, one cause of a failure, stopping and going on; on this machine."""
 
+import importlib
 import os
 import signal
 import socket
@@ -10,13 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import composed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dloop_train import launch
 from dloop_train.agent import tell_killed
 from dloop_train.config import LaunchConfig
-from dloop_train.launch import World, command, free_port, launcher_of, read_hostfile, world, write_environment
+from dloop_train.launch import World, apart, command, free_port, launcher_of, outside, read_hostfile, world, write_environment
 from dloop_train.ranks import FAILURE, leave_cause
+from dloop_train.runs import Artifact
 
 REPOSITORY = Path(__file__).parents[1]
 SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"}
@@ -48,9 +51,34 @@ def test_who_takes_part(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert world(config_of(tmp_path, processes=2)) == World("srun", 3, 6)
     monkeypatch.setenv("SLURM_NNODES", "1")
-    assert launcher_of(LaunchConfig()) == "torchrun"
+    assert launcher_of(LaunchConfig()) == "torchrun" and not apart(config_of(tmp_path)) and not outside(LaunchConfig())
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert launcher_of(LaunchConfig()) == "srun"
+    assert launcher_of(LaunchConfig()) == "srun" and apart(config_of(tmp_path)) and outside(LaunchConfig())
+
+
+@pytest.mark.parametrize("phase", ["generate", "cache", "evaluate"])
+def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, monkeypatch):
+    """One node and one rank, and yet not here: this may be a login node."""
+    class Started(Exception):
+        pass
+
+    def started(config, name, alone=False):
+        assert (name, alone) == (phase, phase == "evaluate")
+        raise Started
+    module = importlib.import_module(f"dloop_train.phases.{phase}")
+    monkeypatch.setattr(module, "start_ranks", started)
+    monkeypatch.setattr(module, "load_target", None)
+    for name in ("write_questions", "require_taps", "all_files", "index_of", "responses_of", "shard_files", "require_same_evaluation", "settings_of", "drafter_folders"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda *_: {})
+    monkeypatch.setattr(module, "missing", lambda _: [0], raising=False)
+    monkeypatch.setattr(Artifact, "facts", lambda _: {})
+    if phase == "generate":
+        monkeypatch.setattr(module, "all_files", lambda *_: [[]])
+    for name, value in SLURM.items() - {("SLURMD_NODENAME", "n1")} | {("SLURM_NNODES", "1")}:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Started):
+        module.run(composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}"))
 
 
 def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
@@ -63,6 +91,8 @@ def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
     assert not any("gpus" in part for part in started) and "--master-addr=n1" in started and started[-2:] == ["config.yaml", "train"]
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     assert "--gpus-per-node=4" in command(config_of(tmp_path), [])
+    alone = command(config_of(tmp_path, processes=2), [], alone=True)
+    assert {"--nodes=1", "--ntasks=1", "--standalone"} <= set(alone) and alone[alone.index("dloop_train.agent") + 1] == "1"
 
 
 @pytest.mark.parametrize("text, says", [("", "got none"), ("a slots=2\nb\n", "'b'"), ("a slots=two", "slots=two")])
@@ -79,6 +109,9 @@ def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
         world(config_of(tmp_path, launcher="srun"))
     with pytest.raises(ValueError, match="slots of launch.hostfile both"):
         LaunchConfig(hostfile="hosts", processes=2)
+    for launcher in ("torchrun", "srun"):
+        with pytest.raises(ValueError, match=f"launch.launcher={launcher} would not read launch.hostfile=hosts"):
+            LaunchConfig(launcher=launcher, hostfile="hosts")
     with pytest.raises(ValueError, match="there is no"):
         world(config_of(tmp_path, hostfile=str(tmp_path / "nowhere")))
 

@@ -16,7 +16,7 @@ from dloop_train.config import Config, check
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import Prompt
 from dloop_train.data.responses import AnswerLog, Question, Response, Rows, merge, write_rows
-from dloop_train.launch import processes, start_ranks
+from dloop_train.launch import apart, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
 from dloop_train.ranks import initialise_distributed, say
@@ -42,7 +42,7 @@ def run(config: Config) -> None:
     folder = artifact.begin()
     write_questions(config, folder)
     refused = ask(config, folder) if isinstance(config.responder, Remote) else []
-    if processes(config) > 1 and any(missing(files) for files in all_files(config, folder)):
+    if apart(config) and any(missing(files) for files in all_files(config, folder)):
         start_ranks(config, "generate")
     answer(config, folder)
     training = merge([folder / ANSWERS] if isinstance(config.responder, Remote) else batch_files(config, folder), ids_of(folder, "train"), folder / "train.jsonl")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import composed
+from conftest import composed, processes_of
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dloop_train import launch
@@ -153,6 +153,26 @@ def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp
     assert before != "the cause\n" or failure.read_text() == before
 
 
+@pytest.mark.parametrize("code, nodes, answers, losses, requeued", [
+    (75, 1, True, 0, "stopped before the time limit"), (1, 2, False, 0, "a node does not answer"), (1, 2, False, 9, "a node does not answer"), (1, 2, False, 10, None),
+    (1, 2, True, 0, None), (1, 1, False, 0, None), (0, 2, False, 0, None)])
+def test_a_job_goes_back_into_the_queue_as_often_as_its_time_ends_and_ten_times_for_lost_nodes(code, nodes, answers, losses, requeued, tmp_path):
+    """It has been at its time limit fifty times."""
+    (tmp_path / "bin").mkdir()
+    for name, script in {"activate": f"PATH={tmp_path}/bin:$PATH", "python": f"exit {code}", "srun": f"exit {int(not answers)}", "scontrol": "echo scontrol: $@"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    log = tmp_path / "slurm" / "mine-7.log"
+    log.parent.mkdir()
+    log.write_text("slurm: a node does not answer; job 7 goes back\n" * losses)
+    environment = os.environ | SLURM | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_NNODES": str(nodes), "SLURM_RESTART_COUNT": "50", "DLOOP_ROOT": str(tmp_path),
+                                        "DLOOP_VENV": str(tmp_path)}
+    assert subprocess.run(["bash", "launchers/slurm_job.sh"], env=environment, cwd=REPOSITORY, check=False).returncode == code
+    said = log.read_text().splitlines()[losses:]
+    assert [line for line in said if line.startswith("scontrol")] == (["scontrol: requeue 7"] if requeued else [])
+    assert "start 51" in said[0] and (not requeued or said[-2].startswith(f"slurm: {requeued}"))
+
+
 class Command:
     """The command on the tiny target with two ranks, in a process group of its own."""
 
@@ -178,12 +198,6 @@ class Command:
         return next(self.root.glob("runs/*/checkpoints/step-0000040/weights.safetensors")).read_bytes()
 
 
-def ranks_of(root: Path) -> list[int]:
-    """Processes that work on a rank of a run below `root`."""
-    found = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [int(line.split()[0]) for line in found if "dloop_train.worker" in line and "dloop_train.agent" not in line and str(root) in line]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     command = Command(tmp_path_factory.mktemp("whole"), "launch.processes=2")
@@ -202,7 +216,7 @@ def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
         command.process.send_signal(signal.SIGUSR1)
         assert command.end() == 75
         said = command.log.read_text()
-        assert "train: stopped as asked" in said.rstrip().splitlines()[-1] and "Traceback" not in said and not ranks_of(command.root)
+        assert "train: stopped as asked" in said.rstrip().splitlines()[-1] and "Traceback" not in said and not processes_of(command.root)
         again = Command(command.root, who)
         assert again.end() == 0, again.log.read_text()[-2000:]
         assert "train: resumed at step" in again.log.read_text() and again.weights() == whole
@@ -212,9 +226,9 @@ def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
 def test_a_command_that_is_ended_leaves_no_ranks(tmp_path):
     command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
     command.wait_for_steps(2)
-    assert len(ranks_of(command.root)) == 2
+    assert len(processes_of(command.root)) == 2
     command.process.terminate()
-    assert command.end() == 128 + signal.SIGTERM and not ranks_of(command.root)
+    assert command.end() == 128 + signal.SIGTERM and not processes_of(command.root)
 
 
 @pytest.mark.slow
@@ -222,7 +236,7 @@ def test_a_rank_that_is_killed_is_told(tmp_path):
     """It cannot say so itself; the other rank's broken connection is not the cause."""
     command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
     command.wait_for_steps(2)
-    os.kill(ranks_of(command.root)[1], signal.SIGKILL)
+    os.kill(processes_of(command.root)[1], signal.SIGKILL)
     assert command.end() == 1
     assert f"dloop_train: train: a rank on {socket.gethostname()} was ended by SIGKILL" in command.log.read_text().rstrip().splitlines()[-1]
-    assert not ranks_of(command.root)
+    assert not processes_of(command.root)

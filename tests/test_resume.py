@@ -6,8 +6,10 @@ import json
 import os
 import resource
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +20,10 @@ from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, we
 
 from dloop_train.config import TrainConfig
 from dloop_train.data.batches import micro_batches
+from dloop_train.phases.train import require_division
+from dloop_train.ranks import peak_memory
 from dloop_train.runs import read_jsonl
-from dloop_train.training.engine import Standing, Validation, too_many_skipped, validation_is_due
+from dloop_train.training.engine import Agreed, Standing, Trainer, Validation, Window, too_many_skipped, validation_is_due
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 
@@ -333,6 +337,46 @@ def test_a_training_that_is_thrown_back_behind_its_best_weights_keeps_what_was_s
     assert after_kill == (2, 3) and equal(weights, whole_weights) and parts == whole
     _, last, _, rows = parts
     assert last == 5 and [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_say_what_a_step_did_and_cost(start):
+    """Over both ranks: rates times seconds are the step's own tokens and origins."""
+    folder, _ = start(going_on, ("1",))
+    plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4))
+    for row in read_jsonl(folder / "whole-1" / "metrics.jsonl"):
+        samples = plan.samples(row["step"] - 1)
+        assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(sum(LENGTHS[sample] for sample in samples))
+        assert row["origins_per_second"] * row["seconds_per_step"] == pytest.approx(3 * len(samples))
+        assert 0 <= row["wait_share"] < 1 and 0.05 < row["memory_gb"] < 50
+
+
+def test_rates_are_those_of_the_steps_since_the_last_row():
+    window = Window(time.perf_counter() - 10)
+    for wait in (0.5, 1.5):
+        window.add(Agreed(torch.ones(2), tokens=100.0, origins=40.0, stop=False, validate=False), wait)
+    row = window.row()
+    assert {name: row[name] for name in row if name != "memory_gb"} == pytest.approx(
+        {"tokens_per_second": 20, "origins_per_second": 8, "seconds_per_step": 5, "wait_share": 0.2}, rel=0.01)
+    assert row["memory_gb"] == pytest.approx(peak_memory() / 1e9, rel=0.01)
+
+
+def test_a_training_that_only_lost_says_so(tmp_path, capsys):
+    for best, start_score, says in ((Best(4, 90.0), 100.0, "no checkpoint is predicted to be as fast"), (Best(4, 110.0), 100.0, ""), (Best(4, 90.0), None, ""), (None, 100.0, "")):
+        done = SimpleNamespace(run_folder=tmp_path, best=best, standing=Standing(6, start_score=start_score), out_of_patience=False, step=6, plan=SimpleNamespace(steps=6))
+        assert Trainer.end(done)
+        said = capsys.readouterr().err
+        assert says in said if says else not said
+    assert not says
+
+
+def test_another_stage_is_refused_by_name(tmp_path):
+    """DeepSpeed could not read the checkpoints, nor with another offload; a folder of before this was noted goes on."""
+    two, offloaded = {"stage": 2, "offload": False}, {"stage": 2, "offload": True}
+    for found, wanted in ((two, {"stage": 3, "offload": False}), (two, offloaded), (offloaded, two)):
+        with pytest.raises(ValueError, match=f"was trained with deepspeed=zero2 deepspeed.offload={str(found['offload']).lower()}, this run has deepspeed=zero{wanted['stage']}"):
+            require_division(found, wanted, tmp_path)
+    require_division(two, dict(two), tmp_path)
+    require_division(None, two, tmp_path)
 
 
 QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)))

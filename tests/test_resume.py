@@ -7,7 +7,7 @@ import os
 import resource
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from dloop_train.data.batches import micro_batches
 from dloop_train.phases.train import require_division
 from dloop_train.ranks import peak_memory
 from dloop_train.runs import read_jsonl
-from dloop_train.training.engine import Agreed, Standing, Trainer, Validation, Window, too_many_skipped, validation_is_due
+from dloop_train.training.engine import TIMED, Agreed, Standing, Trainer, Validation, Window, too_many_skipped
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 
@@ -339,6 +339,37 @@ def test_a_training_that_is_thrown_back_behind_its_best_weights_keeps_what_was_s
     assert last == 5 and [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
 
 
+class Slow(Scores):
+    """Validations that say they take as long as some four steps."""
+
+    def __call__(self, step, drafter):
+        return replace(super().__call__(step, drafter), seconds=0.2)
+
+
+def by_share(root):
+    """A training whose validations may take half of the time, stopped after its second one and gone on with."""
+    settings = {"validate_every": 0, "validate_share": 0.5, "steps": 60, "save_every": 100, "batch_size": 2}
+    training, first = trainer(root, 0, **settings), Slow([1.0] * 61)
+
+    def stopping(step, drafter):
+        if step:
+            (root / "stop").touch()
+        return first(step, drafter)
+    training.train(stopping)
+    again, second = trainer(root, 0, **settings), Slow([1.0] * 61)
+    again.train(second)
+    return [one.standing.validate_every for one in (training, again)], training.step, list(first.seen), list(second.seen)
+
+
+def test_validations_keep_to_their_share_of_the_time_at_steps_that_a_resumed_training_keeps(start):
+    """How often is decided once, for all ranks, when the first steps have told how long they take."""
+    (every, same), stopped, before, after = start(by_share)[1][0]
+    assert start(by_share)[1][1][0] == [every, same] == [every] * 2 and every >= 1
+    first = next(step for step in range(1, 61) if step >= TIMED and step % every == 0) if every <= 60 else 60
+    assert before == [0, first] and stopped == min(first + 1, 60)
+    assert after == [step for step in range(stopped + 1, 60) if step % every == 0] + [60] * (stopped < 60)
+
+
 def test_rows_say_what_a_step_did_and_cost(start):
     """Over both ranks: rates times seconds are the step's own tokens and origins."""
     folder, _ = start(going_on, ("1",))
@@ -353,7 +384,7 @@ def test_rows_say_what_a_step_did_and_cost(start):
 def test_rates_are_those_of_the_steps_since_the_last_row():
     window = Window(time.perf_counter() - 10)
     for wait in (0.5, 1.5):
-        window.add(Agreed(torch.ones(2), tokens=100.0, origins=40.0, stop=False, validate=False), wait)
+        window.add(Agreed(torch.ones(2), tokens=100.0, origins=40.0, stop=False), wait)
     row = window.row()
     assert {name: row[name] for name in row if name != "memory_gb"} == pytest.approx(
         {"tokens_per_second": 20, "origins_per_second": 8, "seconds_per_step": 5, "wait_share": 0.2}, rel=0.01)
@@ -379,13 +410,7 @@ def test_another_stage_is_refused_by_name(tmp_path):
     require_division(None, two, tmp_path)
 
 
-QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)))
-
-
-def test_validations_keep_to_their_share_of_the_time():
-    """By a clock: one that took 2 s may come again after 38 s of training."""
-    assert [since for since in range(100) if validation_is_due(TrainConfig(), 7, 2.0, since)] == list(range(38, 100))
-    assert [step for step in range(1, 10) if validation_is_due(TrainConfig(validate_every=4), step, 2.0, 1000.0)] == [4, 8]
+QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (by_share,))
 
 
 # Work for every rank

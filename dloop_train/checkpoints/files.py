@@ -169,7 +169,8 @@ def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tupl
         if "embed" not in copies:
             return None
         scale, softcap = scales or (1.0, None)
-        return TargetHead(copies["embed"].to(dtype), copies.get("lm_head", copies["embed"]).to(dtype), embed_scale=scale, softcap=softcap)
+        embed = copies["embed"].to(dtype)
+        return TargetHead(embed, copies["lm_head"].to(dtype) if "lm_head" in copies else embed, embed_scale=scale, softcap=softcap)
     theirs = (head.embed_scale, head.softcap)
     check(scales in (None, theirs),
           f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target")

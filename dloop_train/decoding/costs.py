@@ -58,6 +58,8 @@ def verification_seconds(measured: dict[int, float], tokens: int) -> float:
     return measured[low] + (measured[high] - measured[low]) * (tokens - low) / (high - low)
 
 
+MEASURED_DEPTH = 3
+"""Stages up to which costs are measured; what is deeper is extended from them."""
 TURNS, ROUNDS = 3, 5
 """Of a measurement: how often every depth has its turn, and how many rounds it has then. The first round of each is not counted."""
 

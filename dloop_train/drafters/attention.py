@@ -34,9 +34,11 @@ class Sight:
         self.origin, self.first, self.whole = origin, first, whole
         self.made: dict[Hashable, Any] = {}
 
-    def take(self, branches: int) -> "Sight":
-        """The first branches alone."""
-        return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+    def take(self, branches: int | Tensor) -> "Sight":
+        """So many branches from the first on, whose masks are cut from those of all; or those of an index."""
+        if isinstance(branches, int):
+            return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+        return Sight(self.origin[:, branches], self.first[:, branches])
 
     def once(self, key: Hashable, make) -> Any:
         if key not in self.made:

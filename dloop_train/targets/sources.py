@@ -59,7 +59,8 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
         tensors = {"embed": model.get_input_embeddings().weight, "lm_head": model.get_output_embeddings().weight, "norm": model.get_decoder().norm.weight}
     else:
         tensors = read_head_tensors(locate(config))
-    return TargetHead(**{name: tensor.detach().to(dtype) for name, tensor in tensors.items()}, **head_scales(architecture_of(config).get_text_config()))
+    converted = {id(tensor): tensor.detach().to(dtype) for tensor in tensors.values()}  # tied ones stay one
+    return TargetHead(**{name: converted[id(tensor)] for name, tensor in tensors.items()}, **head_scales(architecture_of(config).get_text_config()))
 
 
 def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:

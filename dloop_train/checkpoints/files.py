@@ -177,7 +177,7 @@ def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tupl
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
         check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
-        check(torch.equal(copy.to(torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
+        check(torch.equal(copy.to(theirs.device, torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
     return head
 
 

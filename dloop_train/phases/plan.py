@@ -426,7 +426,7 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     """FLOPs, and seconds at the assumed rate; a bound on tokens makes both a bound."""
     found, drafter, steps = estimated.counts, estimated.drafter, estimated.steps
     one, train = estimated.rates[config.target.dtype], estimated.rates[config.train.precision]
-    train *= estimated.ranks if torch.cuda.is_available() else 1  # ranks on a CPU share its cores
+    train *= estimated.ranks if default_device().type == "cuda" else 1  # ranks on a CPU share its cores
     measured = found is not None and found.measured
     bound = "" if measured else "at most "
     states = {line.name: line.state for line in estimated.phases}

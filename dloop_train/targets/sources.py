@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dloop_train.config import TargetConfig
+from dloop_train.ranks import accelerators
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.gemma4 import Gemma4Target
 from dloop_train.targets.head import TargetHead
@@ -43,7 +44,7 @@ def load_tokenizer(config: TargetConfig):
 
 
 def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() and accelerators() else "cpu")
 
 
 def load_spec(config: TargetConfig) -> TargetSpec:

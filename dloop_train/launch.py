@@ -93,7 +93,8 @@ def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
     environment = os.environ | {FAILURE: str(failure)}
     if launcher_of(config.launch) == "hostfile":
         environment["DS_ENV_FILE"] = str(write_environment(run / "environment", environment))
-    torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
+    if accelerators():
+        torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
     RANKS.process = subprocess.Popen(command(config, [str(run / "config.yaml"), phase], alone=alone), env=environment, preexec_fn=die_with_parent)
     code = wait(RANKS.process, failure)
     RANKS.process = None

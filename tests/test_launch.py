@@ -139,15 +139,17 @@ def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
         world(config_of(tmp_path, hostfile=str(tmp_path / "nowhere")))
 
 
-def test_ranks_have_the_accelerator_s_memory_to_themselves(tmp_path, monkeypatch):
-    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one."""
+@pytest.mark.parametrize("count, wanted", [(2, ["given back", "started"]), (0, ["started"])])
+def test_ranks_have_the_accelerator_s_memory_to_themselves(count, wanted, tmp_path, monkeypatch):
+    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one. Without an accelerator torch refuses to be asked."""
     done: list[str] = []
+    monkeypatch.setattr(launch, "accelerators", lambda: count)
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: done.append("given back"))
     monkeypatch.setattr(launch.subprocess, "Popen", lambda *_, **__: done.append("started"))
     monkeypatch.setattr(launch, "wait", lambda process, failure: 0)
     launch.start_ranks(config_of(tmp_path, processes=1), "train")
-    assert done == ["given back", "started"]
+    assert done == wanted
 
 
 def test_a_port_is_the_job_s_own_while_nobody_else_has_it():

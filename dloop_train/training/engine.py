@@ -185,6 +185,8 @@ class Trainer:
         """Whether training is over. A request to stop is honoured by now."""
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
+        if self.standing.skipped:
+            say(f"train: {self.standing.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}")
         if self.best is not None and self.standing.start_score is not None and self.best.score < self.standing.start_score:
             say(f"train: on the validation responses no checkpoint is predicted to be as fast as the drafter it started from: "
                 f"{self.best.score:.1f} tokens/s at step {self.best.step}, {self.standing.start_score:.1f} before the first step")

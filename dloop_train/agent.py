@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dloop_train.launch import ranks_of_node
-from dloop_train.ranks import FAILURE, STOPPED, die_with_parent
+from dloop_train.ranks import FAILURE, STOPPED, die_with_parent, leave_cause
 from dloop_train.runs import write_atomic
 
 
@@ -38,12 +38,19 @@ def main() -> None:
 
 
 def tell_killed(phase: str, failures: list[ProcessFailure]) -> None:
-    """A rank that was killed cannot say so, and what the others then said of their connections is not the cause."""
-    killed = [failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
-    if killed:
-        text = (f"{phase}: a rank on {socket.gethostname()} was ended by {killed[0].signal_name()}; after SIGKILL look whether the memory of the machine was used up. "
-                f"The same command goes on from what is on disk\n")
-        write_atomic(Path(os.environ[FAILURE]), text)
+    """A rank that a signal ended cannot say so.
+
+    SIGKILL comes from outside, and what the others then said of their connections is not the cause. Other signals may be an effect
+    (NCCL aborts where a rank has left), so a cause that stands there already stays.
+    """
+    ended = sorted((failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM), key=lambda failure: failure.exitcode != -signal.SIGKILL)
+    if not ended:
+        return
+    text = f"{phase}: a rank on {socket.gethostname()} was ended by {ended[0].signal_name()}; the same command goes on from what is on disk"
+    if ended[0].exitcode == -signal.SIGKILL:
+        write_atomic(Path(os.environ[FAILURE]), f"{text}. Look whether the memory of the machine was used up\n")
+    else:
+        leave_cause(text)
 
 
 def cores() -> int:

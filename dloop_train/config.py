@@ -1,5 +1,6 @@
 """Configuration: the dataclasses of a run, and the door where YAML becomes checked dataclasses."""
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,22 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+RANGES = {"positive": lambda value: value > 0, "zero or more": lambda value: value >= 0, "in [0, 1]": lambda value: 0 <= value <= 1,
+          "in (0, 1]": lambda value: 0 < value <= 1, "in [0, 1)": lambda value: 0 <= value < 1, "in (0, 1)": lambda value: 0 < value < 1}
+
+
+def require(settings: Any, section: str, wanted: str, *names: str) -> None:
+    """Stop where one of these numbers is not in the range."""
+    for name in names:
+        value = getattr(settings, name)
+        check(math.isfinite(value) and RANGES[wanted](value), f"{section}.{name} must be {wanted}, got {value}")
+
+
+def check_thresholds(name: str, thresholds: list[float]) -> None:
+    wrong = [threshold for threshold in thresholds if not threshold <= 0]  # NaN too
+    check(not wrong, f"{name} are log-probabilities and cannot be positive, got {wrong}")
+
+
 @dataclass
 class SamplingConfig:
     """How the target answers the training prompts."""
@@ -33,9 +50,9 @@ class SamplingConfig:
     """Candidates kept before top_p; also bounds the work of sampling on a CPU."""
 
     def __post_init__(self):
-        check(self.temperature >= 0, f"target.sampling.temperature must not be negative, got {self.temperature}")
-        check(0 < self.top_p <= 1, f"target.sampling.top_p must be in (0, 1], got {self.top_p}")
-        check(self.top_k >= 1, f"target.sampling.top_k must be positive, got {self.top_k}")
+        require(self, "target.sampling", "zero or more", "temperature")
+        require(self, "target.sampling", "in (0, 1]", "top_p")
+        require(self, "target.sampling", "positive", "top_k")
 
 
 @dataclass
@@ -65,6 +82,9 @@ class TargetConfig:
         sources = ("hub", "folder", "package", "random")
         check(self.source in sources, f"target.source must be one of {sources}, got {self.source!r}")
         check(bool(self.stop_ids), "target.stop_ids is empty: a response could never end")
+        check(min(self.stop_ids) >= 0, f"target.stop_ids are ids of tokens, got {self.stop_ids}")
+        check(self.mask_token_id >= -1, f"target.mask_token_id is the id of a token, or -1 where there is none, got {self.mask_token_id}")
+        check(all(layer >= 0 for layers in self.taps.values() for layer in layers), f"target.taps are layers counted from 0, got {self.taps}")
 
 
 @dataclass
@@ -80,6 +100,10 @@ class GenerateConfig:
     """Validation prompts, and as many test prompts, that are answered greedily at batch 1 for replay."""
     greedy_max_new_tokens: int = 96
 
+    def __post_init__(self):
+        require(self, "generate", "positive", "max_new_tokens", "max_prompt_tokens", "batch_size", "greedy_max_new_tokens")
+        require(self, "generate", "zero or more", "seed", "greedy_prompts")
+
 
 @dataclass
 class CacheConfig:
@@ -88,6 +112,9 @@ class CacheConfig:
     batch_tokens: int = 4096
     shard_bytes: int = 256 * 2**20
     dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        require(self, "cache", "positive", "batch_tokens", "shard_bytes")
 
 
 @dataclass
@@ -151,20 +178,21 @@ class TrainConfig:
     """Validations in a row without a better score after which training ends; 0 never ends it early."""
     max_skipped: int = 10
     """Steps in a row that may be skipped because a loss or a gradient is not finite; one more stops the run."""
+    max_skipped_share: float = 0.1
+    """Share of all steps so far that may be skipped, once more than max_skipped were; more stops the run."""
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
 
     def __post_init__(self):
-        check(self.depth_exposure >= 0, f"train.depth_exposure must not be negative, got {self.depth_exposure}")
         check(self.stages in ("first_last", "all", "last"), f"train.stages must be first_last, all or last, got {self.stages!r}")
-        for name in ("batch_size", "micro_batch_size", "loss_rows", "save_every", "keep", "log_every"):
-            check(getattr(self, name) >= 1, f"train.{name} must be positive, got {getattr(self, name)}")
-        for name in ("validate_every", "validate_prompts", "patience", "max_skipped"):
-            check(getattr(self, name) >= 0, f"train.{name} must not be negative, got {getattr(self, name)}")
-        check(0 < self.validate_share < 1, f"train.validate_share must be between 0 and 1, got {self.validate_share}")
         check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")
-        check(self.origins >= 1, f"train.origins must be positive, got {self.origins}")
-        check(self.base_epochs >= 0, f"train.base_epochs must not be negative, got {self.base_epochs}")
+        require(self, "train", "positive", "epochs", "base_lr", "batch_size", "micro_batch_size", "origins", "lr", "max_length", "loss_rows", "save_every", "keep", "log_every")
+        require(self, "train", "zero or more", "depth_exposure", "steps", "base_epochs", "weight_decay", "clip", "seed", "validate_every", "validate_prompts", "patience",
+                "max_skipped")
+        require(self, "train", "in [0, 1]", "warmup")
+        require(self, "train", "in [0, 1)", "beta2")
+        require(self, "train", "in (0, 1)", "validate_share")
+        require(self, "train", "in (0, 1]", "max_skipped_share")
 
 
 @dataclass
@@ -209,7 +237,9 @@ class LaunchConfig:
     def __post_init__(self):
         launchers = ("auto", "torchrun", "srun", "hostfile")
         check(self.launcher in launchers, f"launch.launcher must be one of {launchers}, got {self.launcher!r}")
+        require(self, "launch", "zero or more", "processes", "threads")
         check(self.launcher != "hostfile" or bool(self.hostfile), "launch.launcher=hostfile needs launch.hostfile=<file with a line `name slots=n` for each host>")
+        check(not self.hostfile or self.launcher in ("auto", "hostfile"), f"launch.launcher={self.launcher} would not read launch.hostfile={self.hostfile}; give one of them")
         check(not (self.hostfile and self.processes), f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; give one of them")
 
 
@@ -233,8 +263,9 @@ class EvaluateConfig:
     seed: int = 0
 
     def __post_init__(self):
-        above = [threshold for threshold in [*self.thresholds, *self.live_thresholds] if threshold > 0]
-        check(not above, f"evaluate.thresholds and evaluate.live_thresholds are log-probabilities and cannot be positive, got {above}")
+        require(self, "evaluate", "positive", "prompts", "max_new_tokens", "replay_stages", "bootstrap")
+        require(self, "evaluate", "zero or more", "seed")
+        check_thresholds("evaluate.thresholds and evaluate.live_thresholds", [*self.thresholds, *self.live_thresholds])
 
 
 @dataclass
@@ -255,6 +286,9 @@ class PairConfig:
     """What a pair's YAML says to other YAMLs (conf/gate/dloop.yaml reads the threshold); checked here, used there."""
 
     threshold: float | None = None
+
+    def __post_init__(self):
+        check_thresholds("the thresholds of pairs", [] if self.threshold is None else [self.threshold])
 
 
 @dataclass

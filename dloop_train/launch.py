@@ -47,6 +47,17 @@ def processes(config: Config) -> int:
     return world(config).ranks
 
 
+def apart(config: Config) -> bool:
+    """Whether the ranks of a phase are other processes than this one: there are several, or the one may belong elsewhere."""
+    found = world(config)
+    return found.ranks > 1 or found.launcher != "torchrun"
+
+
+def outside(launch: LaunchConfig) -> bool:
+    """Whether this process stands outside the allocation where the work belongs: in the shell of `salloc`, on a login node."""
+    return launcher_of(launch) == "srun" and "SLURMD_NODENAME" not in os.environ
+
+
 def launcher_of(launch: LaunchConfig) -> str:
     """A hostfile's nodes, the nodes of a Slurm allocation, or this machine alone."""
     if launch.launcher != "auto":
@@ -55,9 +66,8 @@ def launcher_of(launch: LaunchConfig) -> str:
         return launch.launcher
     if launch.hostfile:
         return "hostfile"
-    on_a_node = "SLURMD_NODENAME" in os.environ  # the shell of `salloc` may stand on a login node
     several = int(os.environ.get("SLURM_NNODES", 1)) > 1
-    return "srun" if "SLURM_JOB_ID" in os.environ and (several or not on_a_node) else "torchrun"
+    return "srun" if "SLURM_JOB_ID" in os.environ and (several or "SLURMD_NODENAME" not in os.environ) else "torchrun"
 
 
 def ranks_of_node(wanted: int) -> int:
@@ -75,17 +85,17 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return {match[1]: int(match[2]) for _, match in found}
 
 
-def start_ranks(config: Config, phase: str) -> None:
-    """Run `rank_main` of a phase on every rank. ValueError with the first failed rank's own error."""
+def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
+    """Run `rank_main` of a phase on every rank, or `alone` on one of an allocation. ValueError with the first failed rank's own error."""
     run = (config.root / "runs" / config.name).absolute()
     failure = run / "failure.txt"
     failure.unlink(missing_ok=True)
     environment = os.environ | {FAILURE: str(failure)}
     if launcher_of(config.launch) == "hostfile":
         environment["DS_ENV_FILE"] = str(write_environment(run / "environment", environment))
-    if torch.accelerator.is_available():
+    if accelerators():
         torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
-    RANKS.process = subprocess.Popen(command(config, [str(run / "config.yaml"), phase]), env=environment, preexec_fn=die_with_parent)
+    RANKS.process = subprocess.Popen(command(config, [str(run / "config.yaml"), phase], alone=alone), env=environment, preexec_fn=die_with_parent)
     code = wait(RANKS.process, failure)
     RANKS.process = None
     if failure.name in os.listdir(run):  # asked of the folder: NFS remembers that a file was not there
@@ -126,23 +136,24 @@ def wait(process: subprocess.Popen, failure: Path) -> int:
             RANKS.end()
 
 
-def command(config: Config, arguments: list[str]) -> list[str]:
-    """What starts `worker` with these arguments on all ranks."""
+def command(config: Config, arguments: list[str], *, alone: bool = False) -> list[str]:
+    """What starts `worker` with these arguments on all ranks, or on one of an allocation."""
     launcher = launcher_of(config.launch)
     if launcher == "hostfile":
         return hostfile_command(Path(config.launch.hostfile), arguments)
-    node = [sys.executable, "-m", "dloop_train.agent", str(config.launch.processes)]
+    node = [sys.executable, "-m", "dloop_train.agent", str(1 if alone else config.launch.processes)]
     worker = ["-m", "dloop_train.worker", *arguments]
     if launcher == "torchrun":
         return [*node, "--standalone", *worker]
+    if alone:
+        return [*srun_command(1), *node, "--standalone", *worker]
     first = first_host()
     meeting = [f"--nnodes={os.environ['SLURM_NNODES']}", f"--master-addr={first}", f"--master-port={free_port(int(os.environ['SLURM_JOB_ID']))}"]
-    return [*srun_command(), *node, *meeting, *worker]
+    return [*srun_command(int(os.environ["SLURM_NNODES"])), *node, *meeting, *worker]
 
 
-def srun_command() -> list[str]:
-    """One task on every node of the allocation, with all of the node's cores and accelerators; one that fails ends the others."""
-    nodes = os.environ["SLURM_NNODES"]
+def srun_command(nodes: int) -> list[str]:
+    """One task on each of so many nodes of the allocation, with all of the node's cores and accelerators; one that fails ends the others."""
     found = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpu-bind=none", "--overlap", "--export=ALL"]
     # A job that has its GPUs because it has the whole node (--exclusive) does not hand them to its steps unless they ask.
     if "SLURM_GPUS_ON_NODE" in os.environ and "SLURM_GPUS" not in os.environ:

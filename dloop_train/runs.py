@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,21 @@ def read_jsonl(path: Path) -> list[dict]:
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}:{number} is not a JSON object: {error.msg}") from None
     return rows
+
+
+def drop_torn_line(path: Path) -> None:
+    """Forget the last line of a file to which lines are appended, where a kill or a full disk has cut it."""
+    with open(path, "r+b") as file:
+        if file.seek(0, os.SEEK_END):
+            with mmap.mmap(file.fileno(), 0) as held:
+                whole = held.rfind(b"\n") + 1
+            file.truncate(whole)
+
+
+def keep_rows(path: Path, kept: Callable[[dict], bool]) -> None:
+    """Of a file to which rows are appended, those that are kept."""
+    drop_torn_line(path)
+    write_jsonl(path, [row for row in read_jsonl(path) if kept(row)])
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,14 @@ a_node_is_lost() {
     [[ $SLURM_NNODES -gt 1 ]] && ! timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --overlap true
 }
 
+# By the log: SLURM_RESTART_COUNT also has the starts after a time limit.
+losses() {
+    grep -c "^slurm: a node does not answer" "$log" || true
+}
+
 if [[ $status == 75 || ( $status == 138 && $asked == yes ) ]]; then  # 75: stopped as asked; 138: asked before it could listen
     requeue "stopped before the time limit"
-elif [[ $status != 0 && $ended == no && ${SLURM_RESTART_COUNT:-0} -lt 10 ]] && a_node_is_lost; then
+elif [[ $status != 0 && $ended == no && $(losses) -lt 10 ]] && a_node_is_lost; then
     requeue "a node does not answer"
 fi
 exit "$status"

@@ -6,7 +6,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,3 +222,9 @@ def text(variant, tiny_target):
     tokens = torch.randint(60, 240, (2, 25), generator=generator)
     output = tiny_target.read(tokens[:, :-1], reads=shape_of(variant, tiny_target).reads)
     return tokens, output.features.clone(), output.last_hidden.clone()
+
+
+def processes_of(root: Path, module: str = "dloop_train.worker") -> list[int]:
+    """Processes that run a module for a run below `root`: its ranks, or what started them."""
+    found = [line.split() for line in subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()]
+    return [int(words[0]) for words in found if "-m" in words and words[words.index("-m") + 1] == module and any(str(root) in word for word in words)]

@@ -1,5 +1,6 @@
 """Starting ranks: who takes part, what a hostfile says, one cause of a failure, stopping and going on; on this machine."""
 
+import importlib
 import os
 import signal
 import socket
@@ -11,11 +12,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import composed, processes_of
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dloop_train import launch
+from dloop_train.agent import tell_killed
 from dloop_train.config import LaunchConfig
-from dloop_train.launch import World, command, free_port, launcher_of, ranks_of_node, read_hostfile, world, write_environment
+from dloop_train.launch import (
+    World,
+    apart,
+    command,
+    free_port,
+    launcher_of,
+    outside,
+    ranks_of_node,
+    read_hostfile,
+    world,
+    write_environment,
+)
 from dloop_train.ranks import FAILURE, leave_cause
+from dloop_train.runs import Artifact
 from dloop_train.targets.sources import default_device
 
 REPOSITORY = Path(__file__).parents[1]
@@ -48,9 +64,34 @@ def test_who_takes_part(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert world(config_of(tmp_path, processes=2)) == World("srun", 3, 6)
     monkeypatch.setenv("SLURM_NNODES", "1")
-    assert launcher_of(LaunchConfig()) == "torchrun"
+    assert launcher_of(LaunchConfig()) == "torchrun" and not apart(config_of(tmp_path)) and not outside(LaunchConfig())
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert launcher_of(LaunchConfig()) == "srun"
+    assert launcher_of(LaunchConfig()) == "srun" and apart(config_of(tmp_path)) and outside(LaunchConfig())
+
+
+@pytest.mark.parametrize("phase", ["generate", "cache", "evaluate"])
+def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, monkeypatch):
+    """One node and one rank, and yet not here: this may be a login node."""
+    class Started(Exception):
+        pass
+
+    def started(config, name, alone=False):
+        assert (name, alone) == (phase, phase == "evaluate")
+        raise Started
+    module = importlib.import_module(f"dloop_train.phases.{phase}")
+    monkeypatch.setattr(module, "start_ranks", started)
+    monkeypatch.setattr(module, "load_target", None)
+    for name in ("write_questions", "require_taps", "all_files", "index_of", "responses_of", "shard_files", "require_same_evaluation", "settings_of", "drafter_folders"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, lambda *_: {})
+    monkeypatch.setattr(module, "missing", lambda _: [0], raising=False)
+    monkeypatch.setattr(Artifact, "facts", lambda _: {})
+    if phase == "generate":
+        monkeypatch.setattr(module, "all_files", lambda *_: [[]])
+    for name, value in SLURM.items() - {("SLURMD_NODENAME", "n1")} | {("SLURM_NNODES", "1")}:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Started):
+        module.run(composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}"))
 
 
 def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
@@ -73,6 +114,8 @@ def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
     assert not any("gpus" in part for part in started) and "--master-addr=n1" in started and started[-2:] == ["config.yaml", "train"]
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     assert "--gpus-per-node=4" in command(config_of(tmp_path), [])
+    alone = command(config_of(tmp_path, processes=2), [], alone=True)
+    assert {"--nodes=1", "--ntasks=1", "--standalone"} <= set(alone) and alone[alone.index("dloop_train.agent") + 1] == "1"
 
 
 @pytest.mark.parametrize("text, says", [("", "got none"), ("a slots=2\nb\n", "'b'"), ("a slots=two", "slots=two")])
@@ -89,19 +132,24 @@ def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
         world(config_of(tmp_path, launcher="srun"))
     with pytest.raises(ValueError, match="slots of launch.hostfile both"):
         LaunchConfig(hostfile="hosts", processes=2)
+    for launcher in ("torchrun", "srun"):
+        with pytest.raises(ValueError, match=f"launch.launcher={launcher} would not read launch.hostfile=hosts"):
+            LaunchConfig(launcher=launcher, hostfile="hosts")
     with pytest.raises(ValueError, match="there is no"):
         world(config_of(tmp_path, hostfile=str(tmp_path / "nowhere")))
 
 
-def test_ranks_have_the_accelerator_s_memory_to_themselves(tmp_path, monkeypatch):
-    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one."""
+@pytest.mark.parametrize("count, wanted", [(2, ["given back", "started"]), (0, ["started"])])
+def test_ranks_have_the_accelerator_s_memory_to_themselves(count, wanted, tmp_path, monkeypatch):
+    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one. Without an accelerator torch refuses to be asked."""
     done: list[str] = []
+    monkeypatch.setattr(launch, "accelerators", lambda: count)
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: done.append("given back"))
     monkeypatch.setattr(launch.subprocess, "Popen", lambda *_, **__: done.append("started"))
     monkeypatch.setattr(launch, "wait", lambda process, failure: 0)
     launch.start_ranks(config_of(tmp_path, processes=1), "train")
-    assert done == ["given back", "started"]
+    assert done == wanted
 
 
 def test_a_port_is_the_job_s_own_while_nobody_else_has_it():
@@ -125,6 +173,40 @@ def test_the_first_cause_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv(FAILURE)
     leave_cause("train: by hand")
     assert capsys.readouterr().err == "dloop_train: train: by hand\n"
+
+
+@pytest.mark.parametrize("codes, before, after", [
+    ((1, -signal.SIGABRT), "the cause\n", "the cause"), ((-signal.SIGSEGV, -signal.SIGTERM), None, "ended by SIGSEGV"), ((1, -signal.SIGTERM), "the cause\n", "the cause"),
+    ((-signal.SIGABRT, -signal.SIGKILL), "connection closed by peer\n", "ended by SIGKILL"), ((1,), None, None)])
+def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp_path, monkeypatch):
+    """NCCL's watchdog aborts the ranks that one has left; only SIGKILL is a cause by itself."""
+    failure = tmp_path / "failure.txt"
+    monkeypatch.setenv(FAILURE, str(failure))
+    if before:
+        failure.write_text(before)
+    tell_killed("train", [ProcessFailure(rank, 0, code, "none") for rank, code in enumerate(codes)])
+    assert (after in failure.read_text()) if after else not failure.exists()
+    assert before != "the cause\n" or failure.read_text() == before
+
+
+@pytest.mark.parametrize("code, nodes, answers, losses, requeued", [
+    (75, 1, True, 0, "stopped before the time limit"), (1, 2, False, 0, "a node does not answer"), (1, 2, False, 9, "a node does not answer"), (1, 2, False, 10, None),
+    (1, 2, True, 0, None), (1, 1, False, 0, None), (0, 2, False, 0, None)])
+def test_a_job_goes_back_into_the_queue_as_often_as_its_time_ends_and_ten_times_for_lost_nodes(code, nodes, answers, losses, requeued, tmp_path):
+    """It has been at its time limit fifty times."""
+    (tmp_path / "bin").mkdir()
+    for name, script in {"activate": f"PATH={tmp_path}/bin:$PATH", "python": f"exit {code}", "srun": f"exit {int(not answers)}", "scontrol": "echo scontrol: $@"}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    log = tmp_path / "slurm" / "mine-7.log"
+    log.parent.mkdir()
+    log.write_text("slurm: a node does not answer; job 7 goes back\n" * losses)
+    environment = os.environ | SLURM | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_NNODES": str(nodes), "SLURM_RESTART_COUNT": "50", "DLOOP_ROOT": str(tmp_path),
+                                        "DLOOP_VENV": str(tmp_path)}
+    assert subprocess.run(["bash", "launchers/slurm_job.sh"], env=environment, cwd=REPOSITORY, check=False).returncode == code
+    said = log.read_text().splitlines()[losses:]
+    assert [line for line in said if line.startswith("scontrol")] == (["scontrol: requeue 7"] if requeued else [])
+    assert "start 51" in said[0] and (not requeued or said[-2].startswith(f"slurm: {requeued}"))
 
 
 class Command:
@@ -152,12 +234,6 @@ class Command:
         return next(self.root.glob("runs/*/checkpoints/step-0000040/weights.safetensors")).read_bytes()
 
 
-def ranks_of(root: Path) -> list[int]:
-    """Processes that work on a rank of a run below `root`."""
-    found = subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [int(line.split()[0]) for line in found if "dloop_train.worker" in line and "dloop_train.agent" not in line and str(root) in line]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     command = Command(tmp_path_factory.mktemp("whole"), "launch.processes=2")
@@ -176,7 +252,7 @@ def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
         command.process.send_signal(signal.SIGUSR1)
         assert command.end() == 75
         said = command.log.read_text()
-        assert "train: stopped as asked" in said.rstrip().splitlines()[-1] and "Traceback" not in said and not ranks_of(command.root)
+        assert "train: stopped as asked" in said.rstrip().splitlines()[-1] and "Traceback" not in said and not processes_of(command.root)
         again = Command(command.root, who)
         assert again.end() == 0, again.log.read_text()[-2000:]
         assert "train: resumed at step" in again.log.read_text() and again.weights() == whole
@@ -186,9 +262,9 @@ def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
 def test_a_command_that_is_ended_leaves_no_ranks(tmp_path):
     command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
     command.wait_for_steps(2)
-    assert len(ranks_of(command.root)) == 2
+    assert len(processes_of(command.root)) == 2
     command.process.terminate()
-    assert command.end() == 128 + signal.SIGTERM and not ranks_of(command.root)
+    assert command.end() == 128 + signal.SIGTERM and not processes_of(command.root)
 
 
 @pytest.mark.slow
@@ -196,7 +272,7 @@ def test_a_rank_that_is_killed_is_told(tmp_path):
     """It cannot say so itself; the other rank's broken connection is not the cause."""
     command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
     command.wait_for_steps(2)
-    os.kill(ranks_of(command.root)[1], signal.SIGKILL)
+    os.kill(processes_of(command.root)[1], signal.SIGKILL)
     assert command.end() == 1
     assert f"dloop_train: train: a rank on {socket.gethostname()} was ended by SIGKILL" in command.log.read_text().rstrip().splitlines()[-1]
-    assert not ranks_of(command.root)
+    assert not processes_of(command.root)

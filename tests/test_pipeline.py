@@ -1,6 +1,5 @@
 """The command on the tiny target: every phase, killed and resumed, from an empty directory, and what W&B holds afterwards."""
 
-import contextlib
 import json
 import os
 import signal
@@ -10,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PAIRS, pair_of
-from wandb_reader import read_offline_run
+from conftest import PAIRS, pair_of, processes_of
+from wandb_reader import read_identities, read_offline_run
 
 import dloop_train
 from dloop_train.targets.responders import decode_plain
@@ -69,6 +68,8 @@ def test_wandb_offline_run_holds_the_training(finished):
                  "validation/tau_gated", "validation/tokens_per_second_gated", "validation/gate_score", "validation/loss_first"):
         assert any(key.startswith(name) for row in history for key in row), name
     assert config["train"]["depth_exposure"] == 3
+    (train, group, _), (report, other, _) = read_identities(root / "runs" / "dflash-tiny_llama")
+    assert train.removesuffix("-train") == report.removesuffix("-report") and group == other
     table = json.loads((root / "runs" / "dflash-tiny_llama" / "report.json").read_text())["settings"]
     assert {one["label"]: summary[f"evaluation/{one['label']}/tau"] for one in table} == {one["label"]: one["tau"]["value"] for one in table}
 
@@ -147,32 +148,21 @@ def test_unknown_field_lists_the_known(tmp_path):
     assert result.returncode != 0 and "stpes" in result.stderr and "fields of TrainConfig" in result.stderr and "Traceback" not in result.stderr
 
 
-def ranks_of(root: Path) -> list[int]:
-    """Processes that name this run's folder on their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(root).encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="the wish to end with one's parent is Linux's")
 @pytest.mark.parametrize("victim", ["the command", "torchrun"])
 def test_ranks_end_with_their_starter(victim, tmp_path):
     """Kill -9 on the command, or on torchrun, alone: no rank may go on writing checkpoints beside the rerun."""
     started = subprocess.Popen([*COMMAND, "train.steps=100000"], env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/last.json")), "no checkpoint")
-    torchrun = min(ranks_of(tmp_path))  # started before its rank
-    assert len(ranks_of(tmp_path)) == 2
-    os.kill(started.pid if victim == "the command" else torchrun, signal.SIGKILL)
+    (agent,), (_,) = processes_of(tmp_path, "dloop_train.agent"), processes_of(tmp_path)
+    os.kill(started.pid if victim == "the command" else agent, signal.SIGKILL)
     started.wait()
-    wait_for(lambda: not ranks_of(tmp_path), "ranks outlived their starter")
+    wait_for(lambda: not processes_of(tmp_path) + processes_of(tmp_path, "dloop_train.agent"), "ranks outlived their starter")
 
 
 def wait_for(condition, failure: str) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         if condition():
             return
         time.sleep(0.1)

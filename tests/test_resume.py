@@ -4,21 +4,28 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import subprocess
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, weights_of
 
 from dloop_train.config import TrainConfig
 from dloop_train.data.batches import micro_batches
+from dloop_train.phases.train import require_division
+from dloop_train.ranks import peak_memory
 from dloop_train.runs import read_jsonl
-from dloop_train.training.engine import TIMED, Validation
+from dloop_train.training.engine import TIMED, Agreed, Standing, Trainer, Validation, Window, too_many_skipped
 from dloop_train.training.plan import Plan
-from dloop_train.training.saves import best_of, checkpoint_bytes, last_of
+from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 
 STAGES = (0, 1, 2, 3)
 
@@ -96,6 +103,24 @@ def test_too_many_skipped_steps_stop_the_run_and_keep_the_checkpoint(tmp_path):
         assert "train.max_skipped allows 0" in said and str(tmp_path / "skipped.jsonl") in said
     bad = read_jsonl(tmp_path / "skipped.jsonl")[-1]["step"]
     assert last_of(tmp_path / "checkpoints").step == (bad - 1) // 2 * 2 > 0
+
+
+def skipped_until(bad, steps=1000, **settings):
+    """The step at which a training ends in which `bad(step)` are skipped, and what it says."""
+    standing = Standing()
+    for step in range(1, steps + 1):
+        standing = Standing(step, standing.skipped + bad(step), standing.skipped_in_a_row + 1 if bad(step) else 0)
+        if bad(step) and (said := too_many_skipped(standing, TrainConfig(**settings))):
+            return step, said
+    return None
+
+
+def test_how_many_steps_may_be_skipped():
+    """So many in a row; and of all steps a share, once they are more than that."""
+    assert skipped_until(lambda step: step > 100)[0] == 111 and skipped_until(lambda step: step > 100, max_skipped=3)[0] == 104
+    step, said = skipped_until(lambda step: step % 2 == 0)
+    assert step == 22 and said.startswith("11 of 22 steps") and "train.max_skipped_share=0.1" in said
+    assert skipped_until(lambda step: step % 11 == 0) is None and skipped_until(lambda step: step % 2 == 0, max_skipped_share=0.5) is None
 
 
 # Stages and ranks
@@ -322,7 +347,7 @@ class Slow(Scores):
 
 
 def by_share(root):
-    """A training whose validations may take half of the time, stopped after its second one and gone on with."""
+    """A training whose validations may take half of the time, stopped at its second one and gone on with."""
     settings = {"validate_every": 0, "validate_share": 0.5, "steps": 60, "save_every": 100, "batch_size": 2}
     training, first = trainer(root, 0, **settings), Slow([1.0] * 61)
 
@@ -333,16 +358,54 @@ def by_share(root):
     training.train(stopping)
     again, second = trainer(root, 0, **settings), Slow([1.0] * 61)
     again.train(second)
-    return [one.standing.validate_every for one in (training, again)], training.step, list(first.seen), list(second.seen)
+    return [one.standing.validate_every for one in (training, again)], training.step, [*first.seen, *second.seen]
 
 
 def test_validations_keep_to_their_share_of_the_time_at_steps_that_a_resumed_training_keeps(start):
     """How often is decided once, for all ranks, when the first steps have told how long they take."""
-    (every, same), stopped, before, after = start(by_share)[1][0]
-    assert start(by_share)[1][1][0] == [every, same] == [every] * 2 and every >= 1
-    first = next(step for step in range(1, 61) if step >= TIMED and step % every == 0) if every <= 60 else 60
-    assert before == [0, first] and stopped == min(first + 1, 60)
-    assert after == [step for step in range(stopped + 1, 60) if step % every == 0] + [60] * (stopped < 60)
+    (every, same), stopped, steps = start(by_share)[1][0]
+    assert start(by_share)[1][1][0] == [every, same] == [every] * 2 and every >= 1 and TIMED <= stopped
+    assert steps == [0, *(step for step in range(TIMED, 60) if step % every == 0), 60]
+
+
+def test_rows_say_what_a_step_did_and_cost(start):
+    """Over both ranks: rates times seconds are the step's own tokens and origins."""
+    folder, _ = start(going_on, ("1",))
+    plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4))
+    for row in read_jsonl(folder / "whole-1" / "metrics.jsonl"):
+        samples = plan.samples(row["step"] - 1)
+        assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(sum(LENGTHS[sample] for sample in samples))
+        assert row["origins_per_second"] * row["seconds_per_step"] == pytest.approx(3 * len(samples))
+        assert 0 <= row["wait_share"] < 1 and 0.05 < row["memory_gb"] < 50
+
+
+def test_rates_are_those_of_the_steps_since_the_last_row():
+    window = Window(time.perf_counter() - 10)
+    for wait in (0.5, 1.5):
+        window.add(Agreed(torch.ones(2), tokens=100.0, origins=40.0, stop=False), wait)
+    row = window.row()
+    assert {name: row[name] for name in row if name != "memory_gb"} == pytest.approx(
+        {"tokens_per_second": 20, "origins_per_second": 8, "seconds_per_step": 5, "wait_share": 0.2}, rel=0.01)
+    assert row["memory_gb"] == pytest.approx(peak_memory() / 1e9, rel=0.01)
+
+
+def test_a_training_that_only_lost_says_so(tmp_path, capsys):
+    for best, start_score, says in ((Best(4, 90.0), 100.0, "no checkpoint is predicted to be as fast"), (Best(4, 110.0), 100.0, ""), (Best(4, 90.0), None, ""), (None, 100.0, "")):
+        done = SimpleNamespace(run_folder=tmp_path, best=best, standing=Standing(6, start_score=start_score), out_of_patience=False, step=6, plan=SimpleNamespace(steps=6))
+        assert Trainer.end(done)
+        said = capsys.readouterr().err
+        assert says in said if says else not said
+    assert not says
+
+
+def test_another_stage_is_refused_by_name(tmp_path):
+    """DeepSpeed could not read the checkpoints, nor with another offload; a folder of before this was noted goes on."""
+    two, offloaded = {"stage": 2, "offload": False}, {"stage": 2, "offload": True}
+    for found, wanted in ((two, {"stage": 3, "offload": False}), (two, offloaded), (offloaded, two)):
+        with pytest.raises(ValueError, match=f"was trained with deepspeed=zero2 deepspeed.offload={str(found['offload']).lower()}, this run has deepspeed=zero{wanted['stage']}"):
+            require_division(found, wanted, tmp_path)
+    require_division(two, dict(two), tmp_path)
+    require_division(None, two, tmp_path)
 
 
 QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (by_share,))
@@ -377,6 +440,61 @@ def test_ranks_have_as_many_tokens():
         found["shared"].append(idle_share(plan.shares(step, 8), lengths))
     (dealt_idle, dealt_apart), (idle, apart) = (np.mean(found[name], axis=0) for name in ("dealt", "shared"))
     assert idle <= dealt_idle and apart < dealt_apart / 4 and apart < 0.002, (dealt_idle, dealt_apart, idle, apart)
+
+
+# What goes wrong in a save
+
+
+class Writes:
+    """An engine that writes as DeepSpeed's does, or fails with what is no file's fault."""
+
+    def __init__(self, size=0, error=None):
+        self.size, self.error = size, error
+
+    def save_checkpoint(self, folder, *, tag, **_):
+        if self.error:
+            raise self.error
+        (Path(folder) / tag).mkdir(exist_ok=True)
+        torch.save({"a": torch.zeros(self.size)}, Path(folder) / tag / "state.pt")
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """This process cannot write more into any file: every writer gets its own error of the system's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("engine, width", [(Writes(100_000), 2), (Writes(100), 200)], ids=["torch", "safetensors"])
+def test_a_file_that_cannot_be_written_is_told_as_such(engine, width, tmp_path):
+    with files_of_at_most(50_000), pytest.raises(OSError, match=r"(?s)the checkpoint of step 4 could not be written to .*; make room") as told:
+        Checkpoints(tmp_path, 2).save(engine, torch.nn.Linear(width, width), 4, {})
+    assert isinstance(told.value.__cause__, RuntimeError if width == 2 else SafetensorError)
+    assert last_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")])
+def test_what_is_no_file_s_fault_is_not_told_as_one(error, tmp_path, monkeypatch):
+    """In DeepSpeed's own gathering and meeting, in ours, and where the best weights are gathered."""
+    def fail(*_):
+        raise error
+    saves, drafter = Checkpoints(tmp_path, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(type(error)) as found:
+        saves.save(Writes(error=error), drafter, 4, {})
+    assert found.value is error
+    for name in ("barrier", "whole_weights"):
+        with monkeypatch.context() as patched, pytest.raises(type(error)) as found:
+            patched.setattr(f"dloop_train.training.saves.{name}", fail)
+            saves.save(Writes(), drafter, 4, {})
+        assert found.value is error
+    monkeypatch.setattr("dloop_train.training.saves.whole_weights", fail)
+    with pytest.raises(type(error)) as found:
+        saves.mark_best(drafter, Best(4, 1.0))
+    assert found.value is error
 
 
 # A full disk

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ CLUSTER = os.environ.get("DLOOP_TEST_CLUSTER", "")
 """Folder of the cluster that slurm_cluster.sh started."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SETTINGS = ["+drafter=eagle3", "+target=tiny_llama", "prompts.limit=32", "train.steps=40", "train.save_every=4", "train.micro_batch_size=4", "launch.threads=1",
-            "evaluate.dtype=float32"]
+            "evaluate.dtype=float32", "export.checkpoint=last", "gate.threshold=-0.5"]
+"""The last checkpoint and a threshold that is given: which ones validate best also depends on how long things take."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,11 +130,36 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(whole, tmp_p
     job.wait_for(lambda: steps(job.root) >= 10)
     crash(2)
     job.wait_for(lambda: "a node does not answer" in job.log())
+    # A node that is back this soon is still told to end the step that died with it, and would end its successor, which has the same number.
+    job.wait_for(lambda: job.state() != "RUNNING")
+    subprocess.run(["scontrol", "hold", job.id], check=True)
     subprocess.run(["bash", str(Path(__file__).with_name("slurm_cluster.sh")), "node", CLUSTER, "2"], check=True)
-    if job.end() != "COMPLETED":  # a node that is back this soon is still told to end the step that died with it, and ends its successor
-        Job(job.root, "slurm.sbatch").finish()
+    job.wait_for(nothing_is_left_to_tell)
+    subprocess.run(["scontrol", "release", job.id], check=True)
+    job.finish()
     assert "start 2" in job.log() and "train: resumed at step" in job.log()
     assert records(job.root) == records(whole.root)
+
+
+def nothing_is_left_to_tell() -> bool:
+    """Both nodes are idle, and Slurm has no message for them that it sends again."""
+    nodes = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True, check=True).stdout.split()
+    told = subprocess.run(["sdiag"], capture_output=True, text=True, check=True).stdout
+    return nodes == ["idle", "idle"] and "Agent queue size: 0" in " ".join(told.split())
+
+
+def test_the_shell_of_salloc_stands_outside(tmp_path):
+    """As on a login node: every phase with work for a node is started there, though it is one rank."""
+    (tmp_path / "bin").mkdir()
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(f'#!/bin/bash\necho "${{@: -1}}" >> {tmp_path}/started\nexec {shutil.which("srun")} "$@"\n')
+    srun.chmod(0o755)
+    environment = os.environ | {"DLOOP_ROOT": str(tmp_path / "root"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PATH": f"{srun.parent}:{os.environ['PATH']}"}
+    said = subprocess.run(["salloc", "--nodes=1", "--mem=4G", "--cpus-per-task=2", sys.executable, "-m", "dloop_train", *SETTINGS, "train.steps=4"], cwd=REPOSITORY, env=environment,
+                          capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert (tmp_path / "started").read_text().split() == ["generate", "cache", "train", "evaluate"]
+    assert (tmp_path / "root" / "runs" / "eagle3-tiny_llama" / "report.json").is_file()
 
 
 def damage(shard: Path) -> None:

@@ -5,7 +5,8 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 import torch
 from conftest import Watch, composed, make_drafter
 from teaching import counting_batch
+from wandb_reader import read_identities
 
-from dloop_train.config import LogConfig
+from dloop_train.config import TYPED, LogConfig, PairConfig, SamplingConfig, build
 from dloop_train.data.batches import TextBatch, micro_batches, packed, plan_epoch
 from dloop_train.drafters.chain import ChainDrafter
 from dloop_train.drafters.domino import Domino
@@ -24,7 +26,8 @@ from dloop_train.phases.train import finished
 from dloop_train.runs import read_jsonl, write_atomic
 from dloop_train.targets.head import TargetHead
 from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
-from dloop_train.training.metrics import MetricLog
+from dloop_train.training.engine import forget_rows_after
+from dloop_train.training.metrics import MetricLog, chosen_mode
 from dloop_train.training.schedule import learning_rate
 from dloop_train.training.unroll import Terms, Unroll
 from dloop_train.types import Context
@@ -437,6 +440,52 @@ def test_a_resumed_log_holds_each_step_once(tmp_path):
     assert steps(0, 0, best=6) == [0]
 
 
+def test_a_row_that_a_full_disk_has_cut_is_forgotten(tmp_path):
+    """Whether its step is run again or not."""
+    for start in (2, 3):
+        for name in ("metrics.jsonl", "skipped.jsonl"):
+            (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "loss": "half of')
+        MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start)
+        forget_rows_after(tmp_path / "skipped.jsonl", start)
+        for name in ("metrics.jsonl", "skipped.jsonl"):
+            assert [row["step"] for row in read_jsonl(tmp_path / name)] == list(range(1, start + 1))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=2)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+W_AND_B, OTHER = "machine api.wandb.ai login user password k\n", "machine github.com login me password k\n"
+
+
+@pytest.mark.parametrize("netrc, environment, mode, says", [
+    (None, {}, "offline", "neither WANDB_API_KEY nor"), (OTHER, {}, "offline", "has a key for api.wandb.ai"), (OTHER + W_AND_B, {}, "online", "with the key in"),
+    (W_AND_B, {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "offline", "has a key for wandb.lab:8080"), ("default login me password k\n", {}, "offline", "has a key"),
+    ("machine wandb.lab:8080 login user password k\n", {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "online", "online to wandb.lab:8080"),
+    ("machine\n", {}, "offline", "cannot be read"), (OTHER, {"WANDB_API_KEY": "k"}, "online", "with WANDB_API_KEY"), (W_AND_B, {"WANDB_MODE": "disabled"}, "disabled", "")])
+def test_wandb_logs_online_where_there_is_a_key_for_its_host(netrc, environment, mode, says, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    if netrc is not None:
+        (tmp_path / "netrc").write_text(netrc)
+    assert chosen_mode(LogConfig(), "train") == mode and says in capsys.readouterr().err
+    assert chosen_mode(LogConfig(mode="offline"), "train") == "offline"
+
+
+def test_a_training_that_goes_on_goes_on_in_its_wandb_run_and_a_new_one_in_its_own(tmp_path, monkeypatch):
+    """W&B drops steps below a run's last one."""
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    for folder, start in (("a", 0), ("a", 3), ("a", 0), ("b", 0)):
+        MetricLog(tmp_path / folder, LogConfig(mode="offline"), name="x", config={}, start=start).close()
+        time.sleep(1)  # W&B names an offline log after the second it began in
+    first, resumed, *others = read_identities(tmp_path / "a") + read_identities(tmp_path / "b")
+    assert first == resumed and len(others) == 2
+    for ids_or_groups in list(zip(first, *others, strict=True))[:2]:
+        assert len(set(ids_or_groups)) == 3
+
+
 def test_a_training_that_began_anew_is_not_over_because_another_was(tmp_path):
     """Who deletes the pointer to start anew leaves the old note behind."""
     config = composed("+drafter=eagle3", "+target=smollm2_135m", f"root={tmp_path}")
@@ -452,6 +501,37 @@ def test_changed_settings_are_refused(uninterrupted):
     root, _ = uninterrupted
     with pytest.raises(AssertionError, match="made with other settings"):
         train(root, "phases=[train]", "train.steps=7", "name=whole")
+
+
+BAD = {"train": {"steps": -1, "epochs": 0, "base_epochs": -1, "warmup": 5, "clip": -1, "max_length": 0, "lr": math.inf, "beta2": 1, "validate_share": 1, "max_skipped_share": 0, "seed": -1},
+       "launch": {"processes": -2, "threads": -1}, "generate": {"batch_size": 0, "greedy_prompts": -1}, "cache": {"shard_bytes": 0}, "evaluate": {"prompts": 0, "thresholds": [math.nan]},
+       "target": {"mask_token_id": -2, "stop_ids": [-1], "taps": {"block": [-1]}}, "target.sampling": {"top_p": 0, "top_k": 0}}
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    """Some by name; and of every field that is a number, or a list of numbers, some number is refused."""
+    for section, values in BAD.items():
+        for name, value in values.items():
+            with pytest.raises(ValueError, match=f"{section}.*{name}.*got"):
+                build({**DEFAULTS.get(section, {}), name: value}, KINDS[section])
+    for section, kind in KINDS.items():
+        for one in fields(kind):
+            if one.type in NUMBERS:
+                tried = [[value] if "list" in str(one.type) else value for value in (-2, 2)]
+                assert any(refused(kind, {**DEFAULTS.get(section, {}), one.name: value}) for value in tried), f"{section}.{one.name}"
+
+
+KINDS = {**TYPED, "target.sampling": SamplingConfig, "pair": PairConfig}
+DEFAULTS = {"target": {"name": "a", "source": "hub", "path": "a", "stop_ids": [1]}}
+NUMBERS = (int, float, float | None, list[int], list[float])
+
+
+def refused(kind, values) -> bool:
+    try:
+        kind(**values)
+    except ValueError:
+        return True
+    return False
 
 
 def test_config_errors_name_the_field():

@@ -35,6 +35,12 @@ def items(entries) -> dict:
     return {"/".join(entry.nested_key) if entry.nested_key else entry.key: json.loads(entry.value_json) for entry in entries}
 
 
+def read_identities(folder: Path) -> list[tuple[str, str, str]]:
+    """Id, group and job of every start of a run that a folder holds, in the order of their times."""
+    runs = [next(record.run for record in records(path) if record.WhichOneof("record_type") == "run") for path in sorted(folder.glob("wandb/*run-*/run-*.wandb"))]
+    return [(run.run_id, run.run_group, run.job_type) for run in sorted(runs, key=lambda run: run.start_time.ToNanoseconds())]
+
+
 def read_offline_run(folder: Path) -> tuple[list[dict], dict, dict]:
     """History rows, summary and config of all runs that a folder holds."""
     history, summary, config = [], {}, {}

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from dloop_train.runs import drop_torn_line
+
 T = TypeVar("T")
 
 
@@ -178,15 +180,11 @@ class AnswerLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.ids: set[str] = set()
-        with open(path, "a+b") as file:
-            file.seek(0)
-            whole = 0
+        path.touch()
+        drop_torn_line(path)
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
                 self.ids.add(parse(line, Response, f"{path}:{number}")["id"])
-                whole += len(line)
-            file.truncate(whole)
 
     def append(self, response: Response) -> None:
         assert response.id not in self.ids

@@ -9,7 +9,7 @@ from dloop_train.data.batches import Source
 from dloop_train.data.online import OnlineSource, read_samples, text_of
 from dloop_train.data.responses import Response, Rows, read_responses
 from dloop_train.data.store import FeatureStore, Index, plan_shards, shard_file, stored, write_index, write_shard
-from dloop_train.launch import processes, start_ranks
+from dloop_train.launch import apart, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
 from dloop_train.ranks import initialise_distributed, say
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
         require_same(json.loads(plan.read_text()), planned, plan)
     write_atomic(plan, json.dumps(planned))
     index = index_of(config, responses_of(config))
-    if processes(config) > 1 and missing(shard_files(folder, index)):
+    if apart(config) and missing(shard_files(folder, index)):
         start_ranks(config, "cache")
     make_shards(config, folder)
     artifact.finish(tokens=int(index.length.sum()), **write_index(folder, index))

@@ -16,6 +16,7 @@ from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.rules import Chance, Rule
 from dloop_train.drafters.base import Drafter
+from dloop_train.launch import outside, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import replay_all, sweep
 from dloop_train.phases.validation import chosen_threshold
@@ -56,6 +57,9 @@ def run(config: Config) -> None:
     if (folder / "settings.json").is_file():
         say(f"evaluate: done before, {folder}")
         return
+    if outside(config.launch):
+        start_ranks(config, "evaluate", alone=True)
+        return
     target = load_target(config.target, dtype=config.evaluate.dtype)
     drafters = {label: load_for(target, path, config) for label, path in folders.items()}
     responses = artifacts.greedy_responses(config, "test")
@@ -67,6 +71,11 @@ def run(config: Config) -> None:
     replay_settings(config, folder, target, drafters, responses)
     write_atomic(folder / "settings.json", json.dumps([s.row(drafters[s.drafter].k if s.drafter else 0, config.rule) for s in settings], indent=1))
     say(f"evaluate: {folder}")
+
+
+def rank_main(config: Config) -> None:
+    """The phase on a node of an allocation, for a command that stands outside."""
+    run(config)
 
 
 def drafter_folders(config: Config) -> dict[str, Path]:

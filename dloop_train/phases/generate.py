@@ -16,7 +16,7 @@ from dloop_train.config import Config, check
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import Prompt
 from dloop_train.data.responses import AnswerLog, Question, Response, Rows, merge, write_rows
-from dloop_train.launch import processes, start_ranks
+from dloop_train.launch import apart, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
 from dloop_train.ranks import initialise_distributed, say
@@ -44,7 +44,7 @@ def run(config: Config) -> None:
     write_questions(config)
     asked = unanswered(config) if isinstance(config.responder, Remote) and not training.complete else None
     model = config.responder.connect() if asked and asked.waiting else ""  # before this machine's own work, which takes long
-    if processes(config) > 1 and any(missing(files) for files in all_files(config)):
+    if apart(config) and any(missing(files) for files in all_files(config)):
         start_ranks(config, "generate")
     answer(config)
     if not greedy.complete:

@@ -27,7 +27,7 @@ from dloop_train.training.saves import best_of, last_of
 
 DONE = "done.json"
 """Beside the checkpoints: the step at which the training was over, and after how many worse validations where patience ended it."""
-FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "patience", "max_skipped", "loss_rows", "pack", "recompute")
+FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "patience", "max_skipped", "max_skipped_share", "loss_rows", "pack", "recompute")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
 OF_VALIDATION = "validate_prompts"
 """Not of the training's numbers, but of what its checkpoints are compared by."""

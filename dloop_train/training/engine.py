@@ -20,7 +20,7 @@ from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import Source, TextBatch, packed
 from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
-from dloop_train.runs import read_jsonl, write_jsonl
+from dloop_train.runs import keep_rows
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
 from dloop_train.training.plan import Plan
@@ -185,6 +185,8 @@ class Trainer:
         """Whether training is over. A request to stop is honoured by now."""
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
+        if self.standing.skipped:
+            say(f"train: {self.standing.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}")
         if self.best is not None and self.standing.start_score is not None and self.best.score < self.standing.start_score:
             say(f"train: on the validation responses no checkpoint is predicted to be as fast as the drafter it started from: "
                 f"{self.best.score:.1f} tokens/s at step {self.best.step}, {self.standing.start_score:.1f} before the first step")
@@ -266,9 +268,8 @@ class Trainer:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         say(f"train: step {self.step} is skipped, a loss or gradient is not finite; its samples stand in {path}")
-        if self.standing.skipped_in_a_row > self.settings.max_skipped:
-            raise ValueError(f"{self.standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows "
-                             f"{self.settings.max_skipped}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples")
+        if too_many := too_many_skipped(self.standing, self.settings):
+            raise ValueError(f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples")
 
     # Validation
 
@@ -319,6 +320,16 @@ class Trainer:
         return 0 < self.settings.patience <= self.standing.worse
 
 
+def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
+    """How many steps were skipped and how many may be, where that is more."""
+    if standing.skipped_in_a_row > settings.max_skipped:
+        return f"{standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows {settings.max_skipped}"
+    if standing.skipped > max(settings.max_skipped, settings.max_skipped_share * standing.step):
+        return (f"{standing.skipped} of {standing.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
+                f"train.max_skipped_share={settings.max_skipped_share} allow fewer")
+    return ""
+
+
 def twin_of(drafter: Drafter) -> Drafter:
     """A copy that shares the target's head."""
     return copy.deepcopy(drafter, {id(drafter.head): drafter.head})
@@ -327,7 +338,7 @@ def twin_of(drafter: Drafter) -> Drafter:
 def forget_rows_after(path: Path, step: int) -> None:
     """Rows of steps that will be run again."""
     if rank() == 0 and path.is_file():
-        write_jsonl(path, [row for row in read_jsonl(path) if row["step"] <= step])
+        keep_rows(path, lambda row: row["step"] <= step)
 
 
 def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int, *, universal: bool):

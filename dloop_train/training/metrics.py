@@ -2,8 +2,11 @@
 
 import io
 import json
+import netrc
 import os
+import uuid
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -11,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from dloop_train.config import LogConfig
-from dloop_train.ranks import rank, sum_over_ranks
-from dloop_train.runs import read_jsonl, write_jsonl
+from dloop_train.ranks import rank, say, sum_over_ranks
+from dloop_train.runs import keep_rows, read_jsonl, write_atomic, write_jsonl
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Named sums and counts."""
@@ -55,9 +58,13 @@ class MetricLog:
             return
         for file, kept in (("metrics.jsonl", None), ("validation.jsonl", best)):
             path = folder / file
-            rows = [row for row in read_jsonl(path) if row["step"] <= start or row["step"] == kept] if start and path.is_file() else []  # a start at 0 validates again
-            write_jsonl(path, rows)
-        self.run = start_wandb(folder, settings, group=name, job="train", config=config)
+            if start and path.is_file():
+                keep_rows(path, lambda row, kept=kept: row["step"] <= start or row["step"] == kept)
+            else:
+                write_jsonl(path, [])  # a start at 0 validates again
+        if start == 0:
+            (folder / WANDB_ID).unlink(missing_ok=True)
+        self.run = start_wandb(folder, settings, name=name, job="train", config=config)
 
     def write(self, step: int, row: dict) -> None:
         if rank() != 0:
@@ -87,7 +94,7 @@ class MetricLog:
 def log_report(folder: Path, settings: LogConfig, *, name: str, config: dict, rows: list[dict[str, str]], summary: dict[str, float],
                figures: dict[str, bytes], files: dict[str, str]) -> None:
     """The report of a run as a W&B run of the same group: its table, its numbers, its figures, and its files as an artifact."""
-    run = start_wandb(folder, settings, group=name, job="report", config=config)
+    run = start_wandb(folder, settings, name=name, job="report", config=config)
     if run is None:
         return
     import wandb
@@ -122,13 +129,49 @@ def flat(name: str, value) -> dict[str, float]:
     return {} if value is None else {name: value}
 
 
-def start_wandb(folder: Path, settings: LogConfig, *, group: str, job: str, config: dict):
-    """A W&B run, one for each job of a group, continued when it is there; offline where there is no key, and none at all when disabled."""
-    if settings.mode == "disabled":
+def start_wandb(folder: Path, settings: LogConfig, *, name: str, job: str, config: dict):
+    """A W&B run, one for each job of this folder's group, continued when it is there; none at all when disabled."""
+    mode = chosen_mode(settings, job)
+    if mode == "disabled":
         return None
     os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # where artifacts wait for their upload
     import wandb
-    key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").is_file()
-    mode = os.environ.get("WANDB_MODE", "online" if key else "offline") if settings.mode == "auto" else settings.mode
-    return wandb.init(project=settings.project, name=f"{group} {job}", id=f"{group}-{job}", resume="allow", group=group, job_type=job, mode=mode, dir=str(folder),
-                      config=config, settings=wandb.Settings(silent=True, console="off"))
+    identity = wandb_id(folder)
+    return wandb.init(project=settings.project, name=f"{name} {job}", id=f"{identity}-{job}", resume="allow", group=f"{name}-{identity}", job_type=job, mode=mode,
+                      dir=str(folder), config=config, settings=wandb.Settings(silent=True, console="off"))
+
+
+WANDB_ID = "wandb_id"
+"""In the run's folder: what its W&B runs are called. A name would lead two folders, or a training that begins anew, into one run, and W&B drops what is behind a run's last step."""
+
+
+def wandb_id(folder: Path) -> str:
+    path = folder / WANDB_ID
+    if not path.is_file():
+        write_atomic(path, uuid.uuid4().hex[:12])
+    return path.read_text(encoding="utf-8")
+
+
+def chosen_mode(settings: LogConfig, job: str) -> str:
+    """online, offline or disabled. Where nobody says which, a key decides, and it is told."""
+    if settings.mode != "auto":
+        return settings.mode
+    if "WANDB_MODE" in os.environ:
+        return os.environ["WANDB_MODE"]
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    if os.environ.get("WANDB_API_KEY"):
+        say(f"{job}: W&B logs online to {host}, with WANDB_API_KEY")
+        return "online"
+    path = netrc_file()
+    try:
+        found = path.is_file() and host in netrc.netrc(path).hosts  # a default entry is somebody else's
+        why = f"neither WANDB_API_KEY nor {path} has a key for {host}"
+    except (netrc.NetrcParseError, OSError) as error:
+        found, why = None, f"{path} cannot be read: {error}"
+    say(f"{job}: W&B logs online to {host}, with the key in {path}" if found else f"{job}: W&B logs offline: {why}")
+    return "online" if found else "offline"
+
+
+def netrc_file() -> Path:
+    """Where W&B looks for keys."""
+    return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()

@@ -24,6 +24,8 @@ WEIGHTS = "weights.safetensors"
 BEST = "best"
 PARTIAL = ".partial"
 UNIVERSAL = ".universal"
+TORCHS_WRITER = ("inline_container", "PytorchStreamWriter")
+"""What torch.save's errors of a file name: a RuntimeError, as are those of memory and of lost connections."""
 STATE_BYTES = 12
 """Of a trained parameter in a checkpoint, beside the weight itself: its fp32 master and AdamW's two moments."""
 
@@ -88,11 +90,13 @@ class Checkpoints:
         if rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.require_room(drafter)
-        with writing(f"the checkpoint of step {step}", self.folder):
+        weights, what = whole_weights(drafter), f"the checkpoint of step {step}"
+        with writing(what, self.folder):
             engine.save_checkpoint(str(self.folder), tag=beside.name, client_state=state, save_latest=False)
-            self.write_weights(drafter, beside / WEIGHTS, {})
-            barrier()
-            if local_rank() == 0:  # what the ranks of this machine wrote
+            write_weights(weights, beside / WEIGHTS, {})
+        barrier()
+        if local_rank() == 0:  # what the ranks of this machine wrote
+            with writing(what, self.folder):
                 flush([beside, *beside.rglob("*")])
         barrier()
         if rank() == 0:
@@ -110,20 +114,15 @@ class Checkpoints:
             raise OSError(f"{self.folder} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB; "
                           f"the last one is kept. Make room or lower train.keep ({self.keep}), and run the same command again")
 
-    def write_weights(self, drafter: Drafter, path: Path, facts: dict[str, str]) -> None:
-        weights = whole_weights(drafter)
-        if rank() == 0:
-            save_file(weights, path, metadata=facts)
-
     def mark_best(self, drafter: Drafter, best: Best) -> None:
         """Keep these weights in best/. Step and score stand in the file itself, so that they can be renamed together."""
         path = self.folder / BEST / WEIGHTS
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{WEIGHTS}")
+        weights = whole_weights(drafter)
         with writing(f"the best weights, of step {best.step},", self.folder):
-            self.write_weights(drafter, beside, {"format": "pt", "step": str(best.step), "score": repr(best.score)})
+            write_weights(weights, beside, {"format": "pt", "step": str(best.step), "score": repr(best.score)})
         if rank() == 0:
-            flush([beside])
             os.replace(beside, path)
             self.note(best)
         barrier()
@@ -166,12 +165,21 @@ def convert(checkpoint: Path, universal: Path) -> None:
     (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
 
 
+def write_weights(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) -> None:
+    """On the first rank, which has them whole; flushed."""
+    if rank() == 0:
+        save_file(weights, path, metadata=facts)
+        flush([path])
+
+
 @contextlib.contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
-    """A full disk has many names: torch says RuntimeError, safetensors has its own."""
+    """A full disk has many names: torch's writer says RuntimeError, safetensors has its own. DeepSpeed also gathers and meets in there, whose errors are let through."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCHS_WRITER):
+            raise
         free = shutil.disk_usage(folder).free / 1e9
         raise OSError(f"{what} could not be written to {folder} ({free:.3g} GB free): {error}\n"
                       f"the last checkpoint is kept; make room and run the same command again") from error

@@ -47,7 +47,7 @@ class PhaseLine:
 
 
 @dataclass(frozen=True)
-class Counts:
+class DataCounts:
     """Samples and tokens. Measured ones come from manifests; the others are bounds from the settings."""
 
     samples: int
@@ -80,7 +80,7 @@ class Estimate:
 
     phases: list[PhaseLine]
     prompts: str
-    counts: Counts | None
+    counts: DataCounts | None
     spec: TargetSpec
     target_parameters: int
     row_bytes: int
@@ -199,18 +199,18 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
 # Counts
 
 
-def counts(config: Config, samples: int | None) -> Counts | None:
+def counts(config: Config, samples: int | None) -> DataCounts | None:
     """From the manifests of complete artifacts, else at most what the settings allow for so many samples."""
     longest, most = config.generate.max_prompt_tokens + config.generate.max_new_tokens, config.train.max_length
     responses, features = artifacts.responses(config), artifacts.features(config)
     if responses.complete:
         facts = responses.facts()
         stored = features.facts()["tokens"] if features.complete else facts["tokens"]
-        return Counts(facts["prompts"], facts["tokens"] - facts["response_tokens"], facts["response_tokens"], stored,
+        return DataCounts(facts["prompts"], facts["tokens"] - facts["response_tokens"], facts["response_tokens"], stored,
                       measured=features.complete or longest <= most)
     if samples is None:
         return None
-    return Counts(samples, samples * config.generate.max_prompt_tokens, samples * config.generate.max_new_tokens, samples * min(longest, most), measured=False)
+    return DataCounts(samples, samples * config.generate.max_prompt_tokens, samples * config.generate.max_new_tokens, samples * min(longest, most), measured=False)
 
 
 def num_training_prompts(config: Config) -> int | None:
@@ -334,13 +334,13 @@ def as_text(config: Config, estimated: Estimate) -> str:
     if not estimated.fits:
         warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
                         f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root=")
-    parts = ["Settings", *table(settings_rows(config)), "", "Phases", *table(phase_rows(estimated)), "", "Data", *table(data_rows(estimated)), "",
-             "Training", *table(training_rows(config, estimated)), *step_lines(config, estimated.drafter), "", "Time", *table(time_rows(config, estimated)),
+    parts = ["Settings", *aligned(settings_rows(config)), "", "Phases", *aligned(phase_rows(estimated)), "", "Data", *aligned(data_rows(estimated)), "",
+             "Training", *aligned(training_rows(config, estimated)), *step_lines(config, estimated.drafter), "", "Time", *aligned(time_rows(config, estimated)),
              *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
     return "\n".join(parts)
 
 
-def table(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
     """Cells padded to their columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -398,7 +398,7 @@ def step_lines(config: Config, drafter: DrafterEstimate | None) -> list[str]:
     if drafter is None:
         return []
     would = "" if config.features.source == "online" else f"  features=online would add the target's own pass to a step, {drafter.online_flops:.2e} FLOPs, and move no features"
-    return ["", "One training step of a rank", *table(cost_rows(drafter.step)), *filter(None, [would])]
+    return ["", "One training step of a rank", *aligned(cost_rows(drafter.step)), *filter(None, [would])]
 
 
 def cost_rows(cost: StepCost) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Accounting: FLOPs, bytes and peak memory of one training step, term by term, from the settings and the drafter's sizes."""
 
 from dataclasses import dataclass
-from math import comb
+from math import exp, lgamma, log, log1p
 
 import torch
 
@@ -63,7 +63,7 @@ class StepCost:
         return sum(term.moved for term in self.terms)
 
 
-def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
+def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
               micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
@@ -121,7 +121,7 @@ def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, le
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """How many of everything a micro-batch computes with, padding included: what is padded is multiplied too."""
 
     sequences: int
@@ -135,7 +135,7 @@ class Counts:
     """Supervised slots of each stage; 0 where it carries no loss."""
 
 
-def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: float, origins: int) -> Counts:
+def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: float, origins: int) -> StepCounts:
     """Of a micro-batch whose sequences have all the origins asked for, each with room for every stage.
 
     Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
@@ -152,10 +152,10 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
     for count in branches:
         rows = length * (groups + 1) / (2 * groups) * count / (count + 1)  # the last of so many places
         looks.append(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers))
-    return Counts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
+    return StepCounts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
 
 
-def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> Counts:
+def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> StepCounts:
     """Of a micro-batch at hand, where masks are dense; FlexAttention's blocks are finer."""
     sequences, length = batch.features.shape[:2]
     first = torch.zeros_like(origins.position) if batch.first is None else batch.first.gather(1, origins.position)
@@ -168,7 +168,7 @@ def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms
         picked = supervised(batch, origins.position, stage, drafter.k) * terms.branches(stage, origins.depth)[..., None]
         # A stage that carries loss and has no supervised slot runs one of weight zero.
         rows.append(max(float(picked.sum()), 1.0) if terms.of_stage(stage) else 0.0)
-    return Counts(sequences, length, tuple(branches), tuple(looks), tuple(rows))
+    return StepCounts(sequences, length, tuple(branches), tuple(looks), tuple(rows))
 
 
 def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
@@ -186,9 +186,12 @@ def looked_at(sight: Sight, branches: int, ahead: list[int], window: int | None)
 
 def most_of(sequences: int, origins: int, share: float) -> float:
     """The largest, on average, of as many draws as there are sequences, each of how many origins out of all have a chance of `share`."""
+    if share in (0.0, 1.0):
+        return origins * share
     below, most = 0.0, 0.0
     for count in range(origins):
-        below += comb(origins, count) * share**count * (1 - share) ** (origins - count)
+        ways = lgamma(origins + 1) - lgamma(count + 1) - lgamma(origins - count + 1)  # as a logarithm: of thousands of origins they are more than a float holds
+        below += exp(ways + count * log(share) + (origins - count) * log1p(-share))
         most += 1 - min(below, 1.0) ** sequences
     return most
 
@@ -227,7 +230,7 @@ class Again:
     """Logits of a trained head, which ZeRO-3 must gather again."""
 
 
-def forward_backward(drafter: Drafter, counts: Counts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
+def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
     """The products of a micro-batch by (term, stage).
 
     Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. The loss takes
@@ -267,7 +270,7 @@ def trained_head(flops: Flops) -> float:
 # Memory
 
 
-def held_for_backward(drafter: Drafter, counts: Counts, element: int, again: Again = Again()) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
+def held_for_backward(drafter: Drafter, counts: StepCounts, element: int, again: Again = Again()) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
     """Bytes that a micro-batch's graph keeps until its backward pass, by (term, stage).
 
     Counted are the tensors that autograd saves in eager mode; small ones (positions, masks, tables of rotary positions)
@@ -326,7 +329,7 @@ def pairing_bytes(drafter: Drafter, element: int) -> int:
     return (2 * drafter.shape.target_hidden_size * element + sum(norm_bytes(norm, element) for norm in norms)) if passes_on else 0
 
 
-def working_space(drafter: Drafter, counts: Counts, held: dict[tuple[str, int], float], loss_rows: int, element: int) -> float:
+def working_space(drafter: Drafter, counts: StepCounts, held: dict[tuple[str, int], float], loss_rows: int, element: int) -> float:
     """What comes and goes on top of the graph when most is held: a stage's chunk of logits, or a pass's scores, whichever is more.
 
     A stage's loss comes when the graph of later stages is not there yet, or no more.

@@ -21,7 +21,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import read_jsonl, write_jsonl
 from dloop_train.training.anchors import Origins, draw_origins
-from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
+from dloop_train.training.metrics import MetricLog, Sums, add_sums, reduce_sums
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, Last, best_of, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
@@ -60,9 +60,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a step's forward passes need, drawn before the first of them."""
+    """What a step's micro-batches need, drawn before the first of them. None of it lies on the device yet."""
 
     batches: list[TextBatch]
+    """As read; each leaves the list with its turn."""
+    texts: list[TextBatch]
+    """The same as they are trained on, padded or packed, without features."""
     origins: list[Origins]
     tokens: int
     """Of this rank's samples, without padding."""
@@ -192,25 +195,27 @@ class Trainer:
 
     def prepare(self, waiting: Future) -> Prepared:
         started = time.perf_counter()
-        read = waiting.result()
+        batches = waiting.result()
         wait = time.perf_counter() - started
-        batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
-        batches = [packed(batch) for batch in batches] if self.settings.pack else batches
+        texts = [self.laid_out(featureless(batch)) for batch in batches]
         share = self.plan.shares(self.step, world_size())[rank()]
-        origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
-                                seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]
+        origins = [draw_origins(text, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
+                                seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for text in texts]
         origins = [o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)]
-        return Prepared(batches, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait)
+        return Prepared(batches, texts, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait)
+
+    def laid_out(self, batch: TextBatch) -> TextBatch:
+        return packed(batch) if self.settings.pack else batch
 
     def agree(self, prepared: Prepared) -> Agreed:
         """Sum over ranks what the loss is divided by, and hear what the first rank wants."""
         unroll = self.engine.module
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
-        weights = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
+        weights = sum(unroll.weights(text, origins) for text, origins in zip(prepared.texts, prepared.origins, strict=True))
         origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
         due = validation_is_due(self.settings, self.step + 1, self.standing.validation_seconds, time.perf_counter() - self.validated)
         wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and due]
-        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, *wanted]).to(weights)]))
+        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, *wanted]).to(weights)]).to(self.device))
         tokens, origins, stop, validate = both[len(TERMS):].tolist()
         return Agreed(both[:len(TERMS)], tokens, origins, bool(stop), bool(validate))
 
@@ -219,19 +224,16 @@ class Trainer:
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
-        scale = world_size() * len(prepared.batches)
-        sums, losses, norm = {}, [], None
-        for turn, (batch, origins) in enumerate(zip(prepared.batches, prepared.origins, strict=True), 1):
-            self.engine.set_gradient_accumulation_boundary(turn == len(prepared.batches))
-            result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
-            losses.append(result.loss.detach())
-            # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
-            self.engine.backward(result.loss * torch.where(losses[-1].isfinite(), scale, math.nan))
-            if not self.guarded and turn == len(prepared.batches):
+        turns, sums, losses, norm = len(prepared.origins), {}, [], None
+        for turn, origins in enumerate(prepared.origins, 1):
+            self.engine.set_gradient_accumulation_boundary(turn == turns)
+            # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
+            loss, measured = self.run_turn(prepared.batches.pop(0), origins, agreed, scale=world_size() * turns)
+            losses.append(loss)
+            if not self.guarded and turn == turns:
                 norm = self.checked_norm()
             self.engine.step()
-            sums = add_sums(sums, result.sums)
+            sums = add_sums(sums, measured)
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         if not math.isfinite(norm):
             self.skip(prepared, losses)
@@ -240,6 +242,16 @@ class Trainer:
         means = reduce_sums(sums)
         loss = sum(self.engine.module.terms.share(term) * (means.get(f"weighted_loss_{term}") or 0.0) for term in TERMS)
         return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
+
+    def run_turn(self, batch: TextBatch, origins: Origins, agreed: Agreed, *, scale: int) -> tuple[Tensor, Sums]:
+        """Forward and backward of one micro-batch: its loss and sums. Its features come to the device here, and leave it with the return."""
+        batch = self.laid_out(self.source.ready(batch, self.device, self.dtype))
+        origins = Origins(origins.position.to(self.device), origins.depth.to(self.device))
+        result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
+        loss = result.loss.detach()
+        # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
+        self.engine.backward(result.loss * torch.where(loss.isfinite(), scale, math.nan))
+        return loss, result.sums
 
     def checked_norm(self) -> float:
         """The norm of gradients that all ranks have summed already; those that are not finite are dropped, and the optimiser has nothing to do."""
@@ -251,7 +263,7 @@ class Trainer:
 
     def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:
         """Count a step that changed nothing, note whose samples it had, and stop the run when there are too many."""
-        mine = [{"samples": list(batch.ids), "finite": bool(loss.isfinite())} for batch, loss in zip(prepared.batches, losses, strict=True)]
+        mine = [{"samples": list(text.ids), "finite": bool(loss.isfinite())} for text, loss in zip(prepared.texts, losses, strict=True)]
         row = {"step": self.step + 1, "micro_batches": [micro for rows in gather_over_ranks(mine) for micro in rows]}
         self.standing = replace(self.standing, step=self.step + 1, skipped=self.standing.skipped + 1, skipped_in_a_row=self.standing.skipped_in_a_row + 1)
         path = self.run_folder / SKIPPED
@@ -297,6 +309,12 @@ class Trainer:
     @property
     def out_of_patience(self) -> bool:
         return 0 < self.settings.patience <= self.standing.worse
+
+
+def featureless(batch: TextBatch) -> TextBatch:
+    """What of a batch says which origins it has and what they weigh."""
+    nothing = batch.features.new_empty(*batch.tokens.shape, 0)  # no view, which would keep the features alive
+    return replace(batch, features=nothing, last_hidden=nothing)
 
 
 def validation_is_due(settings: TrainConfig, step: int, seconds: float, since: float) -> bool:

@@ -11,6 +11,7 @@ from dloop_train.drafters.attention import QUERIES, Sight
 from dloop_train.drafters.base import Drafter, Flops, Work, linear_flops
 from dloop_train.drafters.layers import DecoderLayer, RMSNorm
 from dloop_train.training.anchors import Origins, supervised
+from dloop_train.training.engine import bucket_of
 from dloop_train.training.unroll import Terms
 from dloop_train.types import TargetSpec
 
@@ -83,27 +84,67 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train:
 
 
 def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float) -> list[Term]:
-    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch, and the fp32 copies of bf16 ones, take the place that the graph [bytes] leaves."""
+    """Weights, gradients and optimiser of a rank. What comes before and after the graph [bytes] of a micro-batch takes the place that it leaves."""
     numbers = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    held = state_bytes(trained, precision=precision, stage=deepspeed.stage, offload=deepspeed.offload, ranks=ranks)
+    states = states_of(numbers, trained, precision=precision, deepspeed=deepspeed, ranks=ranks, micro_batches=micro_batches)
     element, updated = 2 if precision == "bfloat16" else 4, trained / (ranks if deepspeed.stage >= 1 else 1)
     # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
     travels = (ranks - 1) / ranks * trained * element
     gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
-    standing, late = (held["gradients"] if micro_batches > 1 else 0.0), (held["gradients"] if micro_batches == 1 else 0.0) + updated * (4 if element == 2 else 0)
-    return [Term("weights", held=held["weights"] + (numbers - trained) * element, moved=gathered),
-            Term("gradients", held=standing + max(0.0, late - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
-            Term("optimiser", forward=UPDATE_FLOPS * updated, held=held.get("optimiser", 0.0), moved=UPDATE_BYTES * updated)]
+    early = max(0.0, states.arriving - graph)
+    late = max(0.0, states.late - graph - states.gathered - early)
+    return [Term("weights", held=states.weights + states.gathered + early, moved=gathered),
+            Term("gradients", held=states.gradients + late, moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
+            Term("gradients' bucket", held=states.bucket),
+            Term("optimiser", forward=UPDATE_FLOPS * updated, held=states.optimiser, moved=UPDATE_BYTES * updated)]
 
 
-def state_bytes(parameters: int, *, precision: str, stage: int, offload: bool, ranks: int) -> dict[str, float]:
-    """Weights, gradients and optimiser states of a rank: ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3."""
-    element = 2 if precision == "bfloat16" else 4
-    optimiser = 8 + (4 if precision == "bfloat16" else 0)  # two Adam moments, and the fp32 master weights of bf16
-    share = {name: ranks if stage >= least else 1 for name, least in (("optimiser", 1), ("gradients", 2), ("weights", 3))}
-    return {"weights": parameters * element / share["weights"], "gradients": parameters * element / share["gradients"],
-            "optimiser (on the host)" if offload else "optimiser": parameters * optimiser / share["optimiser"]}
+@dataclass(frozen=True)
+class States:
+    """Bytes that weights, gradients and optimiser take of a rank's accelerator, as DeepSpeed's optimisers hold them."""
+
+    weights: float
+    gathered: float
+    """Whole weights while the layers compute, where each rank has a part of them."""
+    arriving: float
+    """Their copies on the way, when there is no graph yet."""
+    optimiser: float
+    """Two moments in fp32, and the fp32 weights that it moves."""
+    gradients: float
+    """When the graph of the last micro-batch stands: what is there between steps too, and what the micro-batches before have left."""
+    bucket: float
+    """Gradients that wait to be reduced together."""
+    late: float
+    """More when that graph is gone: the last micro-batch's gradients, and what reducing them or the update needs, whichever is more."""
+
+
+def states_of(numbers: int, trained: int, *, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int) -> States:
+    """Of so many parameters. ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3.
+
+    DeepSpeed has three optimisers for it, and two more for stage 0 and for stage 1 in bf16. With offload, gradients are counted as if they waited here.
+    """
+    stage, low, several = deepspeed.stage, precision == "bfloat16", micro_batches > 1
+    element, part, root = 2 if low else 4, trained / ranks, 4 * trained / (ranks if stage else 1)  # AdamW takes the root of all second moments at once
+    optimiser = 0.0 if deepspeed.offload else (12 if low or stage else 8) * (part if stage else trained)
+    bucket = bucket_of(trained)
+    if stage == 0:
+        update = root + 4 * trained * low  # fp32 copies of bf16 gradients, which are still there
+        return States(element * numbers, 0.0, 0.0, optimiser, element * trained * several, 0.0, element * trained * (not several) + max(element * min(trained, REDUCED), update))
+    if stage == 1 and low and not deepspeed.offload:  # adds up in fp32, sends in bf16
+        return States(2 * numbers, 0.0, 0.0, optimiser, (4 + 2 * several) * trained, 0.0, 2 * trained * (not several) + max(2 * trained, root))
+    if stage == 1:
+        waiting = 4 * bucket
+        return States(element * numbers, 0.0, 0.0, optimiser, 4 * trained * several, waiting, 4 * trained * (not several) + max(0.0, 4 * part - waiting))
+    if stage == 2:
+        waiting = 2 * element * bucket  # it is copied to be sent, and gone before the update
+        return States(element * numbers, 0.0, 0.0, optimiser, 4 * part * several, waiting, max(0.0, 4 * part * (not several) + root - waiting))
+    gathered, arriving = (element * min(numbers, most) if ranks > 1 or deepspeed.offload else 0.0 for most in (GATHERED, FETCHED))
+    return States(0.0 if deepspeed.offload else element * numbers / ranks, gathered, arriving, optimiser, 4 * part, element * bucket, 4 * part + root)
+
+
+REDUCED, FETCHED, GATHERED = 5 * 10**8, 5 * 10**7, 10**9
+"""Numbers that DeepSpeed reduces in one go at stage 0; that it fetches in one go, and keeps gathered, at stage 3: its defaults."""
 
 
 def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, length: float) -> float:

@@ -340,7 +340,7 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
     import deepspeed
     trained = [parameter for parameter in unroll.parameters() if parameter.requires_grad]
     config = {"train_micro_batch_size_per_gpu": settings.micro_batch_size, "gradient_accumulation_steps": accumulation, "gradient_clipping": settings.clip,
-              "steps_per_print": 10**9, "zero_optimization": zero_of(deepspeed_settings), "bf16": {"enabled": settings.precision == "bfloat16"},
+              "steps_per_print": 10**9, "zero_optimization": zero_of(deepspeed_settings, sum(parameter.numel() for parameter in trained)), "bf16": {"enabled": settings.precision == "bfloat16"},
               "checkpoint": {"load_universal": universal},
               "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, settings.beta2], "weight_decay": settings.weight_decay, "torch_adam": True}}}
     if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
@@ -350,10 +350,19 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
     return engine
 
 
-def zero_of(settings: DeepSpeedConfig) -> dict:
-    zero = {"stage": settings.stage}
+def zero_of(settings: DeepSpeedConfig, trained: int) -> dict:
+    zero = {"stage": settings.stage, "reduce_bucket_size": bucket_of(trained)}
     if settings.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if settings.offload and settings.stage == 3:
         zero["offload_param"] = {"device": "cpu"}
     return zero
+
+
+BUCKET = 10**8
+"""Gradients that ZeRO reduces together, at most. DeepSpeed's default, five times as many, takes as much memory as a drafter's weights."""
+
+
+def bucket_of(trained: int) -> int:
+    """The numbers that ZeRO's bucket has room for."""
+    return min(trained, BUCKET)

@@ -112,13 +112,13 @@ def test_passes_of_the_loss_placements():
 
 
 def test_zero_shares_out_what_its_stage_says():
-    """Per parameter, between steps: 2 bytes of weight, 4 + 8 of master weight and moments, and where DeepSpeed's optimiser keeps them 4 of gradient."""
+    """Per parameter, while a graph stands: 2 bytes of weight, 4 + 8 of master weight and moments, and 4 of gradient where DeepSpeed's optimiser has a place for it."""
     def held(stage, precision="bfloat16", offload=False):
         states = states_of(1000, 1000, precision=precision, deepspeed=DeepSpeedConfig(stage, offload), ranks=4, micro_batches=1)
         return states.weights + states.optimiser + states.gradients
-    assert [held(stage) for stage in range(4)] == [14_000, 9_000, 5_000, 4_500]
+    assert [held(stage) for stage in range(4)] == [14_000, 9_000, 6_000, 4_500]
     assert [held(stage, "float32") for stage in range(4)] == [12_000, 7_000, 7_000, 5_000]
-    assert held(2, offload=True) == 2_000
+    assert held(2, offload=True) == 3_000
 
 
 def all_tensors():
@@ -163,7 +163,7 @@ def states_held(root, cases):
 ENGINES = [(stage, precision, micro_batches) for stage in range(4) for precision in ("float32", "bfloat16") for micro_batches in (1, 2)]
 
 
-@pytest.mark.parametrize("cases", [[(1, "bfloat16", 2), (3, "float32", 2)], pytest.param(ENGINES, marks=pytest.mark.slow)], ids=["two", "all"])
+@pytest.mark.parametrize("cases", [[(1, "bfloat16", 2)], pytest.param(ENGINES, marks=pytest.mark.slow)], ids=["one", "all"])
 def test_weights_gradients_and_optimiser_are_what_the_engine_holds(cases, tmp_path):
     """Of each rank, within a twelfth; most of a step's memory where the drafter is large and the batch small."""
     for ranks in on_ranks(2, states_held, tmp_path, cases):

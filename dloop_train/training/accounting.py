@@ -65,10 +65,12 @@ class StepCost:
 
 
 def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
-              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0) -> StepCost:
+              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0, lent_head: bool = False,
+              validating_bytes: float = 0.0) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
-    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights.
+    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights,
+    of which the drafter may be lent embedding and head. `validating_bytes` are the weights of a target that is there for validations alone.
     """
     element = 2 if train.precision == "bfloat16" else 4
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
@@ -79,7 +81,8 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train:
     terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
               for name, stage in dict.fromkeys([*work, *held])]
     working = working_space(drafter, counts, held, train.loss_rows, element)
-    terms += [Term("working space", held=working), Term("target's embedding and head", held=2 * target.vocab_size * target.hidden_size * element)]
+    terms += [Term("working space", held=working), Term("target's embedding and head", held=0.0 if lent_head else 2 * target.vocab_size * target.hidden_size * element)]
+    terms += [Term("validation's target", held=validating_bytes)] if validating_bytes else []
     return StepCost((*terms, *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working)))
 
 
@@ -100,20 +103,20 @@ def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ra
             Term("optimiser", forward=UPDATE_FLOPS * updated, held=states.optimiser, moved=UPDATE_BYTES * updated)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class States:
     """Bytes that weights, gradients and optimiser take of a rank's accelerator, as DeepSpeed's optimisers hold them."""
 
     weights: float
-    gathered: float
+    gathered: float = 0.0
     """Whole weights while the layers compute, where each rank has a part of them."""
-    arriving: float
+    arriving: float = 0.0
     """Their copies on the way, when there is no graph yet."""
     optimiser: float
     """Two moments in fp32, and the fp32 weights that it moves."""
     gradients: float
-    """When the graph of the last micro-batch stands: what is there between steps too, and what the micro-batches before have left."""
-    bucket: float
+    """While the graph of the last micro-batch stands: what is there between steps too, and what the micro-batches before have left."""
+    bucket: float = 0.0
     """Gradients that wait to be reduced together."""
     late: float
     """More when that graph is gone: the last micro-batch's gradients, and what reducing them or the update needs, whichever is more."""
@@ -122,25 +125,30 @@ class States:
 def states_of(numbers: int, trained: int, *, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int) -> States:
     """Of so many parameters. ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3.
 
-    DeepSpeed has three optimisers for it, and two more for stage 0 and for stage 1 in bf16. With offload, gradients are counted as if they waited here.
+    A case for each optimiser that DeepSpeed takes. With offload, gradients are counted as if they waited here.
     """
-    stage, low, several = deepspeed.stage, precision == "bfloat16", micro_batches > 1
-    element, part, root = 2 if low else 4, trained / ranks, 4 * trained / (ranks if stage else 1)  # AdamW takes the root of all second moments at once
+    stage, low, one = deepspeed.stage, precision == "bfloat16", micro_batches == 1
+    element, part, bucket = 2 if low else 4, trained / ranks, bucket_of(trained)
     optimiser = 0.0 if deepspeed.offload else (12 if low or stage else 8) * (part if stage else trained)
-    bucket = bucket_of(trained)
+    root = 0.0 if deepspeed.offload else 4 * (part if stage else trained)  # AdamW takes the root of all second moments at once
     if stage == 0:
-        update = root + 4 * trained * low  # fp32 copies of bf16 gradients, which are still there
-        return States(element * numbers, 0.0, 0.0, optimiser, element * trained * several, 0.0, element * trained * (not several) + max(element * min(trained, REDUCED), update))
+        copies = 4 * trained if low else 0  # of bf16 gradients in fp32, beside them
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one else element * trained,
+                      late=element * trained * one + max(element * min(trained, REDUCED), copies + root))
     if stage == 1 and low and not deepspeed.offload:  # adds up in fp32, sends in bf16
-        return States(2 * numbers, 0.0, 0.0, optimiser, (4 + 2 * several) * trained, 0.0, 2 * trained * (not several) + max(2 * trained, root))
+        return States(weights=2 * numbers, optimiser=optimiser, gradients=(4 if one else 6) * trained, late=2 * trained * one + max(2 * trained, root))
     if stage == 1:
-        waiting = 4 * bucket
-        return States(element * numbers, 0.0, 0.0, optimiser, 4 * trained * several, waiting, 4 * trained * (not several) + max(0.0, 4 * part - waiting))
+        waiting = 4 * bucket  # gone before the update
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one else 4 * trained, bucket=waiting,
+                      late=4 * trained * one + max(0.0, 4 * part - waiting))
     if stage == 2:
-        waiting = 2 * element * bucket  # it is copied to be sent, and gone before the update
-        return States(element * numbers, 0.0, 0.0, optimiser, 4 * part * several, waiting, max(0.0, 4 * part * (not several) + root - waiting))
+        waiting = 2 * element * bucket  # copied to be sent; gone before the update
+        at_once = one and not low  # the part is made of what was sent, instead of added to
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if at_once else 4 * part, bucket=waiting,
+                      late=max(0.0, 4 * part * at_once + root - waiting))
     gathered, arriving = (element * min(numbers, most) if ranks > 1 or deepspeed.offload else 0.0 for most in (GATHERED, FETCHED))
-    return States(0.0 if deepspeed.offload else element * numbers / ranks, gathered, arriving, optimiser, 4 * part, element * bucket, 4 * part + root)
+    return States(weights=0.0 if deepspeed.offload else element * numbers / ranks, gathered=gathered, arriving=arriving, optimiser=optimiser,
+                  gradients=4 * part, bucket=element * bucket, late=2 * root)  # and a copy of the gradients
 
 
 REDUCED, FETCHED, GATHERED = 5 * 10**8, 5 * 10**7, 10**9

@@ -18,6 +18,7 @@ from watching import Watching
 from dloop_train.config import DeepSpeedConfig
 from dloop_train.data.batches import TextBatch
 from dloop_train.targets.sources import load_target
+from dloop_train.training import engine
 from dloop_train.training.accounting import (
     Again,
     counts_of,
@@ -133,6 +134,7 @@ def storages(tensors):
 
 def states_held(root, cases):
     """Bytes by the accounting and of a rank's engine: between two steps, and when most is held."""
+    engine.BUCKET = 200_000  # a quarter of the drafter
     target, found = load_target(tiny_config(), dtype="float32", device="cpu"), []
     shape = shape_of("dflash-shifted", target)
     shape = replace(shape, layers=tuple(replace(layer, intermediate_size=4096) for layer in shape.layers))  # many weights, few rows
@@ -165,10 +167,10 @@ ENGINES = [(stage, precision, micro_batches) for stage in range(4) for precision
 
 @pytest.mark.parametrize("cases", [[(1, "bfloat16", 2)], pytest.param(ENGINES, marks=pytest.mark.slow)], ids=["one", "all"])
 def test_weights_gradients_and_optimiser_are_what_the_engine_holds(cases, tmp_path):
-    """Of each rank, within a twelfth; most of a step's memory where the drafter is large and the batch small."""
+    """Of each rank, within a twentieth; most of a step's memory where the drafter is large and the batch small."""
     for ranks in on_ranks(2, states_held, tmp_path, cases):
         for case, (accounted, held) in zip(cases, ranks, strict=True):
-            assert accounted == pytest.approx(held, rel=1 / 12), case
+            assert accounted == pytest.approx(held, rel=1 / 20), case
 
 
 def test_one_rank_sends_nothing_and_a_later_stage_sends_more(tiny_target):

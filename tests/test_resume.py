@@ -20,6 +20,7 @@ from dloop_train.config import TrainConfig
 from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
 from dloop_train.targets.sources import load_target
+from dloop_train.training import engine
 from dloop_train.training.engine import Validation, validation_is_due
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import best_of, checkpoint_bytes, last_of
@@ -169,6 +170,25 @@ def test_gradients_are_reduced_once_a_step_where_zero_allows(tmp_path):
         numbers[micro] = {kind: found[2] for kind, found in on_ranks(2, many_stages, tmp_path / str(micro), kinds, {"micro_batch_size": micro})[0].items()}
     assert all(numbers[1][kind] == numbers[2][kind] > 0 for kind in ("0", "1", "0-bf16", "1-bf16")), numbers
     assert numbers[1]["2"] == 2 * numbers[2]["2"]
+
+
+def bucket_sizes(root, kinds):
+    """The same trainings with ZeRO's usual bucket and with one that most parameters are too large for."""
+    usual, found = engine.BUCKET, {}
+    for kind, size in itertools.product(kinds, (usual, 500)):
+        engine.BUCKET = size
+        found[kind, size == usual] = run(root / f"{kind}-{size}", **kind_of(kind))[0], rows_of(root / f"{kind}-{size}")
+    engine.BUCKET = usual
+    return found
+
+
+@pytest.mark.slow
+def test_the_size_of_the_bucket_changes_no_number(tmp_path):
+    kinds = ("1", "2", "3", "1-bf16", "2-bf16", "3-bf16")
+    found = on_ranks(2, bucket_sizes, tmp_path, kinds)[0]
+    for kind in kinds:
+        (weights, rows), (weights_small, rows_small) = found[kind, True], found[kind, False]
+        assert equal(weights, weights_small) and [row[:2] for row in rows] == [row[:2] for row in rows_small], kind
 
 
 # What lies on the device, and who waits for whom

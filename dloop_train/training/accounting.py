@@ -143,9 +143,8 @@ def states_of(numbers: int, trained: int, *, precision: str, deepspeed: DeepSpee
                       late=4 * trained * one + max(0.0, 4 * part - waiting))
     if stage == 2:
         waiting = 2 * element * bucket  # copied to be sent; gone before the update
-        at_once = one and not low  # the part is made of what was sent, instead of added to
-        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if at_once else 4 * part, bucket=waiting,
-                      late=max(0.0, 4 * part * at_once + root - waiting))
+        copies = 0 if low else 4 * part  # in fp32 the sum is made anew, instead of added to
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one and not low else 4 * part, bucket=waiting, late=max(0.0, copies + root - waiting))
     gathered, arriving = (element * min(numbers, most) if ranks > 1 or deepspeed.offload else 0.0 for most in (GATHERED, FETCHED))
     return States(weights=0.0 if deepspeed.offload else element * numbers / ranks, gathered=gathered, arriving=arriving, optimiser=optimiser,
                   gradients=4 * part, bucket=element * bucket, late=2 * root)  # and a copy of the gradients

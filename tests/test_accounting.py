@@ -167,10 +167,10 @@ ENGINES = [(stage, precision, micro_batches) for stage in range(4) for precision
 
 @pytest.mark.parametrize("cases", [[(1, "bfloat16", 2)], pytest.param(ENGINES, marks=pytest.mark.slow)], ids=["one", "all"])
 def test_weights_gradients_and_optimiser_are_what_the_engine_holds(cases, tmp_path):
-    """Of each rank, within a twentieth; most of a step's memory where the drafter is large and the batch small."""
+    """Of each rank, within a twelfth; most of a step's memory where the drafter is large and the batch small."""
     for ranks in on_ranks(2, states_held, tmp_path, cases):
         for case, (accounted, held) in zip(cases, ranks, strict=True):
-            assert accounted == pytest.approx(held, rel=1 / 20), case
+            assert accounted == pytest.approx(held, rel=1 / 12), case
 
 
 def test_one_rank_sends_nothing_and_a_later_stage_sends_more(tiny_target):

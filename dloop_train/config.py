@@ -143,7 +143,7 @@ class TrainConfig:
     """Checkpoints that stay on disk, beside the best."""
     log_every: int = 10
     validate_every: int = 0
-    """Replay on validation prompts every so many steps, before the first and after the last; 0 is as often as validate_share allows."""
+    """Replay on validation prompts every so many steps, before the first and after the last; 0 is as often as validate_share allows, which the first steps' time decides."""
     validate_share: float = 0.05
     """Most of the time that validations between the first and the last step may take, where validate_every is 0."""
     validate_prompts: int = 16
@@ -221,7 +221,7 @@ class EvaluateConfig:
     """Test prompts, spread over the categories."""
     max_new_tokens: int = 96
     replay_stages: int = 5
-    """Stages that replay drafts from every position."""
+    """Stages that replay drafts from every position; where a gate may draft on it goes deeper, up to gate.max_stages."""
     thresholds: list[float] = field(default_factory=lambda: [-0.25, -0.5, -0.75, -1.0])
     """What replay sweeps."""
     live_thresholds: list[float] = field(default_factory=list)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dloop_train.config import Config, LaunchConfig, check
-from dloop_train.ranks import FAILURE, STOPPED, die_with_parent
+from dloop_train.ranks import FAILURE, STOPPED, accelerators, die_with_parent
 from dloop_train.runs import write_atomic
 
 PATIENCE = 10
@@ -62,7 +62,7 @@ def launcher_of(launch: LaunchConfig) -> str:
 
 def ranks_of_node(wanted: int) -> int:
     """Ranks of the node that this is called on: one for each accelerator it may use, one on a CPU."""
-    return wanted or (torch.accelerator.device_count() if torch.accelerator.is_available() else 0) or 1
+    return wanted or accelerators() or 1
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -83,6 +83,7 @@ def start_ranks(config: Config, phase: str) -> None:
     environment = os.environ | {FAILURE: str(failure)}
     if launcher_of(config.launch) == "hostfile":
         environment["DS_ENV_FILE"] = str(write_environment(run / "environment", environment))
+    torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
     RANKS.process = subprocess.Popen(command(config, [str(run / "config.yaml"), phase]), env=environment, preexec_fn=die_with_parent)
     code = wait(RANKS.process, failure)
     RANKS.process = None

@@ -38,6 +38,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def accelerators() -> int:
+    """How many this process may use. DeepSpeed goes by DS_ACCELERATOR, so that targets and ranks must too: `cpu` keeps a run off the GPUs."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+        return 0
+    return torch.accelerator.device_count()
+
+
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """The element-wise sum over all ranks, as a new tensor."""
     values = values.clone()

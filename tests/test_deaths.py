@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from dloop_train.data.store import read_index
 from dloop_train.ranks import STOPPED
 from dloop_train.runs import read_jsonl
-from dloop_train.training.saves import last_of
+from dloop_train.training.saves import best_of, last_of
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "launch.threads=1", "wandb.mode=disabled", "train.batch_size=4", "train.micro_batch_size=1",
@@ -139,6 +139,8 @@ def test_killed_ten_times_equals_uninterrupted(others, root):
     settings, name = ("phases=[train]", "train.steps=40", "train.save_every=1", "train.validate_every=7", "train.lr=1e-3"), f"killed-{len(others)}"
     if not (root / "runs" / "whole").exists():
         assert end(start(root, "whole", *settings))[0] == 0
+    (root / "runs" / name).mkdir()
+    shutil.copy(root / "runs" / "whole" / "costs.json", root / "runs" / name)  # both choose the best checkpoint by the same clock
     checkpoints, moments, kills = root / "runs" / name / "checkpoints", random.Random(0), []
     for attempt in range(10):
         ranks = 1 if attempt in others else 2
@@ -159,6 +161,9 @@ def test_killed_ten_times_equals_uninterrupted(others, root):
             assert torch.equal(two[key], weight), key
     if not others:
         assert [(row["loss"], row["grad_norm"]) for row in rows] == [(row["loss"], row["grad_norm"]) for row in whole]
+        validated, all_validated = ([row | {"seconds": 0} for row in read_jsonl(root / "runs" / which / "validation.jsonl")] for which in (name, "whole"))
+        assert validated == all_validated and [row["step"] for row in validated] == [*range(0, 41, 7), 40]
+        assert best_of(checkpoints) == best_of(root / "runs" / "whole" / "checkpoints")
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-0000039", "step-0000040"]
 
 

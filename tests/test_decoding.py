@@ -20,7 +20,7 @@ from dloop_train.types import Round
 
 LENGTH = 24
 GATES = [Never(), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g, cap in ((-0.05, 4), (-0.5, 2), (-0.5, 4), (-12.0, 4))),
-         DLoop(threshold=-0.5, max_stages=4, temperature=0.5)]
+         DLoop(threshold=-0.5, max_stages=4, temperature=0.5), DLoop(threshold=-12.0)]
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +61,32 @@ def test_replay_is_live(gate, variant, taught, taught_target):
     drafter = taught[variant]
     for prompt in counting_prompts(3).tolist():
         text, live = run(taught_target, drafter, gate, prompt)
-        record = replay(taught_target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH, temperature=gate.temperature, branches=7)
+        record = replay(taught_target, drafter, prompt, text, stages=min(2, gate.max_stages), deepest=gate.max_stages, floor=gate.floor([]), max_new_tokens=LENGTH,
+                        temperature=gate.temperature, branches=7)
         walked = walk_gate(record, gate)
         assert [(r.stages, r.drafted, r.emitted) for r in walked] == [(r.stages, r.drafted, r.emitted) for r in live]
         assert [r.accepted for r in walked][:-1] == [r.accepted for r in live][:-1]  # live sees past the end of the text in the last round
         for a, b in zip(walked, live, strict=True):
             if gate.needs_scores:
                 assert a.scores == pytest.approx(b.scores, abs=1e-4)
+
+
+def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_target):
+    """All gates of a threshold at or above the floor walk as if every position had been drafted to the end; others are refused."""
+    drafter, prompt = taught[variant], counting_prompts(1)[0].tolist()
+    text, _ = run(taught_target, drafter, Never(), prompt)
+    whole = replay(taught_target, drafter, prompt, text, stages=5, max_new_tokens=LENGTH)
+    floor = whole.scores.flatten().median().item()
+    record = replay(taught_target, drafter, prompt, text, stages=1, deepest=5, floor=floor, max_new_tokens=LENGTH, branches=7)
+    left_out = record.scores == float("-inf")
+    assert 0 < left_out.sum() and (~left_out[:, 1:]).any()
+    torch.testing.assert_close(record.scores[~left_out], whole.scores[~left_out])
+    for threshold in (floor, 0.5 * floor, -1e-3):
+        gate = DLoop(threshold=threshold, max_stages=5)
+        assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(record, gate)] == [(r.stages, r.accepted, r.emitted) for r in walk_gate(whole, gate)]
+    first_alone = replay(taught_target, drafter, prompt, text, stages=1, deepest=5, floor=float("inf"), max_new_tokens=LENGTH)
+    with pytest.raises(AssertionError, match="fewer stages"):
+        walk_gate(first_alone, Always(max_stages=5))
 
 
 def test_log_probabilities_are_those_of_the_tempered_softmax():
@@ -88,7 +107,7 @@ def test_stop_tokens_end_a_round_alike(taught, taught_target):
             for prompt in counting_prompts(4).tolist():
                 text, live = run(target, drafter, DLoop(threshold=-3.0, max_stages=4), prompt)
                 assert text == decode_plain(target, prompt, max_new_tokens=LENGTH)
-                walked = walk_gate(replay(target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH), DLoop(threshold=-3.0, max_stages=4))
+                walked = walk_gate(replay(target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH), DLoop(threshold=-3.0, max_stages=4))
                 assert [(r.stages, r.emitted) for r in walked] == [(r.stages, r.emitted) for r in live]
     finally:
         target.spec = spec
@@ -106,7 +125,7 @@ def test_oracle_drafts_on_exactly_while_the_text_agrees(variant, taught, taught_
     """Its last stage was worth drafting, and one more would have been accepted nowhere, or was not to be had."""
     drafter, prompt = taught[variant], counting_prompts(1)[0].tolist()
     text, _ = run(taught_target, drafter, Never(), prompt)
-    record, t = replay(taught_target, drafter, prompt, text, max_stages=4, max_new_tokens=LENGTH), 0
+    record, t = replay(taught_target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH), 0
     for r in walk_oracle(record):
         more_to_be_had = r.stages < record.stages and (r.stages + 1) * drafter.k <= LENGTH - 1 - t and record.stopped[t] > r.stages
         assert r.accepted >= (r.stages - 1) * drafter.k

@@ -1,6 +1,7 @@
 """Laws of every drafter: unrolled training is stage-by-stage decoding, nothing leaks, branches are independent, files round-trip."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,6 +110,7 @@ def test_blocks_see_what_parts_see(window, dtype):
 
 
 @pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=8)
 def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
     """As a GPU compiles them, but for the kernels. Beyond torch's limit FlexAttention would hold all scores, and say nothing."""
     compiled = Counter()
@@ -120,9 +122,9 @@ def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
         return compile_by_torch(function, backend=backend, **settings)
     compile_by_torch = torch.compile
     monkeypatch.setattr(torch, "compile", compile_counted)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
-    whole = attention.flex.__wrapped__(True)
-    monkeypatch.setattr(attention, "flex", lambda compiled: whole)
+    whole, flex = attention.flex_functions.__wrapped__(True), attention.flex
+    monkeypatch.setattr(attention, "flex_functions", lambda compiled: whole)
+    monkeypatch.setattr(attention, "flex", lambda compiled: flex(True))
     generator = np.random.default_rng(0)
     for _ in range(20):
         length, branches = int(generator.integers(60, 900)), int(generator.integers(3, 60))
@@ -131,6 +133,13 @@ def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
         for left in dict.fromkeys((branches, branches * 2 // 3, branches // 3)):
             context_in_blocks(grouped[:, :, :left], context.keys.detach().transpose(1, 2), context.values.detach().transpose(1, 2), sight.take(left), range(4, 8), 0.25, None)
     assert 8 < compiled["flex_attention"] < attention.FORMS / 4 and compiled["create_block_mask"] < attention.FORMS / 4
+
+
+def test_autograds_thread_may_compile_as_many_forms():
+    """torch's settings belong to a thread. On a GPU a backward pass has threads of its own, and computes stages again in them."""
+    attention.flex(True)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: attention.flex(True) and torch._dynamo.config.recompile_limit).result() == attention.FORMS
 
 
 def allocated(length, branches, drafted):

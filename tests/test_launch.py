@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dloop_train import launch
 from dloop_train.config import LaunchConfig
-from dloop_train.launch import World, command, free_port, launcher_of, read_hostfile, world, write_environment
+from dloop_train.launch import World, command, free_port, launcher_of, ranks_of_node, read_hostfile, world, write_environment
 from dloop_train.ranks import FAILURE, leave_cause
+from dloop_train.targets.sources import default_device
 
 REPOSITORY = Path(__file__).parents[1]
 SLURM = {"SLURM_JOB_ID": "1234", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1"}
@@ -51,6 +53,16 @@ def test_who_takes_part(tmp_path, monkeypatch):
     assert launcher_of(LaunchConfig()) == "srun"
 
 
+def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
+    """DeepSpeed's own variable holds for the target's device and for the number of ranks."""
+    for module, name, value in ((torch.accelerator, "is_available", True), (torch.accelerator, "device_count", 4), (torch.cuda, "is_available", True)):
+        monkeypatch.setattr(module, name, lambda value=value: value)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert (ranks_of_node(0), default_device().type) == (1, "cpu")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert (ranks_of_node(0), ranks_of_node(2), default_device().type) == (4, 2, "cuda")
+
+
 def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
     """srun starts one agent on each node, which counts what it has; GPUs that came with the whole node are asked for."""
     for name, value in SLURM.items():
@@ -79,6 +91,17 @@ def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
         LaunchConfig(hostfile="hosts", processes=2)
     with pytest.raises(ValueError, match="there is no"):
         world(config_of(tmp_path, hostfile=str(tmp_path / "nowhere")))
+
+
+def test_ranks_have_the_accelerator_s_memory_to_themselves(tmp_path, monkeypatch):
+    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one."""
+    done: list[str] = []
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: done.append("given back"))
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *_, **__: done.append("started"))
+    monkeypatch.setattr(launch, "wait", lambda process, failure: 0)
+    launch.start_ranks(config_of(tmp_path, processes=1), "train")
+    assert done == ["given back", "started"]
 
 
 def test_a_port_is_the_job_s_own_while_nobody_else_has_it():

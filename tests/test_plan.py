@@ -121,11 +121,11 @@ def test_work_that_others_do_or_nobody_is_no_work_of_this_run(tmp_path):
 
 def test_all_phases_are_divided_by_the_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "duration", str)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cuda"))
     one, eight = ({name: rest[1].removeprefix("up to about ") for name, rest in times_of(planned(tmp_path, "+drafter=dflash", *TINY, f"++launch.processes={ranks}")[0]).items() if rest[1]}
                   for ranks in (1, 8))
     assert float(eight["generate"]) == pytest.approx(float(one["generate"]) / 8) and float(eight["cache"]) == pytest.approx(float(one["cache"]) / 8)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cpu"))
     assert times_of(planned(tmp_path, "+drafter=dflash", *TINY, "++launch.processes=8")[0])["cache"][1] == f"up to about {one['cache']}"  # on a CPU they share its cores
 
 
@@ -140,7 +140,7 @@ def test_the_target_is_counted_as_often_as_it_is_there(tmp_path):
     """From disk: its head, and whole for validations. Online: whole, and again only where validations need it in another dtype."""
     terms, parameters, row, peak = held(tmp_path, "++train.precision=bfloat16")
     assert terms["validation's target"] == 2 * parameters and terms["target's embedding and head"] == 2 * 2 * 260 * 32
-    assert row == f"about {plan.size(peak)} at most, term by term below; {plan.size(2 * parameters)} of it are the target that validates"
+    assert row == f"about {plan.size(peak)} at most, term by term below; {plan.size(2 * parameters)} of it are the target, there while it validates"
     silent, *_, row, without = held(tmp_path, "++train.precision=bfloat16", "++train.validate_prompts=0", "gate.threshold=-0.5")
     assert "validation's target" not in silent and "validates" not in row and peak - without == pytest.approx(2 * parameters)
     online, *_ = held(tmp_path, "features=online", "++train.precision=float32", "++target.dtype=float32")

@@ -21,7 +21,7 @@ from dloop_train.data.batches import micro_batches
 from dloop_train.runs import read_jsonl
 from dloop_train.targets.sources import load_target
 from dloop_train.training import engine
-from dloop_train.training.engine import Validation, validation_is_due
+from dloop_train.training.engine import TIMED, Validation
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import best_of, checkpoint_bytes, last_of
 
@@ -412,13 +412,38 @@ def test_a_training_that_is_thrown_back_behind_its_best_weights_keeps_what_was_s
     assert last == 5 and [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
 
 
-QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (one_at_a_time, (1,)), (waiting_for_each_other,))
+class Slow(Scores):
+    """Validations that say they take as long as some four steps."""
+
+    def __call__(self, step, drafter):
+        return replace(super().__call__(step, drafter), seconds=0.2)
 
 
-def test_validations_keep_to_their_share_of_the_time():
-    """By a clock: one that took 2 s may come again after 38 s of training."""
-    assert [since for since in range(100) if validation_is_due(TrainConfig(), 7, 2.0, since)] == list(range(38, 100))
-    assert [step for step in range(1, 10) if validation_is_due(TrainConfig(validate_every=4), step, 2.0, 1000.0)] == [4, 8]
+def by_share(root):
+    """A training whose validations may take half of the time, stopped after its second one and gone on with."""
+    settings = {"validate_every": 0, "validate_share": 0.5, "steps": 60, "save_every": 100, "batch_size": 2}
+    training, first = trainer(root, 0, **settings), Slow([1.0] * 61)
+
+    def stopping(step, drafter):
+        if step:
+            (root / "stop").touch()
+        return first(step, drafter)
+    training.train(stopping)
+    again, second = trainer(root, 0, **settings), Slow([1.0] * 61)
+    again.train(second)
+    return [one.standing.validate_every for one in (training, again)], training.step, list(first.seen), list(second.seen)
+
+
+def test_validations_keep_to_their_share_of_the_time_at_steps_that_a_resumed_training_keeps(start):
+    """How often is decided once, for all ranks, when the first steps have told how long they take."""
+    (every, same), stopped, before, after = start(by_share)[1][0]
+    assert start(by_share)[1][1][0] == [every, same] == [every] * 2 and every >= 1
+    first = next(step for step in range(1, 61) if step >= TIMED and step % every == 0) if every <= 60 else 60
+    assert before == [0, first] and stopped == min(first + 1, 60)
+    assert after == [step for step in range(stopped + 1, 60) if step % every == 0] + [60] * (stopped < 60)
+
+
+QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (by_share,), (one_at_a_time, (1,)), (waiting_for_each_other,))
 
 
 # Work for every rank

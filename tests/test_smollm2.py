@@ -42,6 +42,7 @@ def test_it_speaks(smollm2, config):
 def test_head_and_spec_equal_the_models(smollm2, config):
     head = load_head(config, dtype="float32")
     assert torch.equal(head.embed_weight, smollm2.backbone.embed_tokens.weight) and torch.equal(head.lm_head_weight, smollm2.lm_head.weight)
+    assert head.to(torch.bfloat16).lm_head_weight is head.embed_weight  # tied, and held once wherever it goes
     alone = load_spec(config)
     assert replace(alone, text_config={}) == replace(smollm2.spec, text_config={})
     assert alone.text_config["num_hidden_layers"] == smollm2.spec.text_config["num_hidden_layers"] == 30

@@ -441,7 +441,7 @@ def test_a_training_that_began_anew_is_not_over_because_another_was(tmp_path):
     """Who deletes the pointer to start anew leaves the old note behind."""
     config = composed("+drafter=eagle3", "+target=smollm2_135m", f"root={tmp_path}")
     checkpoints = tmp_path / "runs" / "test" / "checkpoints"
-    write_atomic(checkpoints / "done.json", json.dumps({"step": 6}))
+    write_atomic(checkpoints / "done.json", json.dumps({"step": 6, "worse": None}))
     assert not finished(config)
     for step in (2, 6):
         write_atomic(checkpoints / "last.json", json.dumps({"tag": f"step-{step:07d}", "step": step, "world_size": 1}))

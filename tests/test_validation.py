@@ -12,17 +12,18 @@ from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import Costs
 from dloop_train.decoding.gates import Always, DLoop, Never
 from dloop_train.decoding.replay import Replay
-from dloop_train.phases import artifacts
+from dloop_train.phases import artifacts, validation
 from dloop_train.phases.evaluate import settings_of
 from dloop_train.phases.export import gate_of
 from dloop_train.phases.replaying import candidates, fastest, sweep
-from dloop_train.phases.validation import BINS, Validator, chosen_threshold, gate_scores, predictions
+from dloop_train.phases.train import DONE, finished
+from dloop_train.phases.validation import BINS, VALIDATED_BY, Validator, chosen_threshold, gate_scores, predictions
 from dloop_train.runs import write_atomic, write_jsonl
 from dloop_train.targets.responders import decode_plain
 from dloop_train.targets.sources import load_target
 from dloop_train.training.engine import Validation
 from dloop_train.training.metrics import flat
-from dloop_train.training.saves import weights_of
+from dloop_train.training.saves import POINTER, weights_of
 
 COSTS = Costs(draft_first=0.01, draft_more=0.004, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1)
 RUN = ("+drafter=dflash", "+target=tiny_llama", "++drafter.width=4", "++train.precision=float32", "++train.depth_exposure=2", "++train.origins=3")
@@ -65,19 +66,28 @@ def test_ranks_share_the_responses_and_agree(tmp_path):
 def test_the_score_is_that_of_the_fastest_threshold():
     """A gate that drafts on pays where blocks are accepted whole; the highest of equally fast thresholds is taken, the paper's before others."""
     sure = record([[-0.3, -0.3]] * 9, [4] * 9)
-    row, score = predictions([sure], DLoop(threshold="replay"), [-0.25, -0.75, -1.0], COSTS, k=2, stages=2)
+    row, score = predictions([sure], DLoop(threshold="replay", max_stages=2), [-0.25, -0.75, -1.0], COSTS, k=2)
     by_hand = sweep([sure], [-0.25, -0.5, -0.75, -1.0], COSTS, 2, 2)["sweep"]
     assert score == max(point["tokens_per_second"] for point in by_hand) > by_hand[0]["tokens_per_second"]
     assert row["threshold"] == -0.5 and row["tokens_per_second_gated"] == score and row["by_threshold"]["-0.25"]["stages"] == 1
     assert fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"] == -0.25
     assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below what was drafted
     vain = record([[-0.3, -0.3]] * 9, [0] * 9)
-    assert predictions([vain], DLoop(threshold="replay"), [-0.25], COSTS, k=2, stages=2)[0]["threshold"] == -0.25
+    assert predictions([vain], DLoop(threshold="replay", max_stages=2), [-0.25], COSTS, k=2)[0]["threshold"] == -0.25
 
 
-@pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4), 2)], ids=str)
+def test_a_threshold_is_chosen_for_the_gate_that_will_run():
+    """Four of six sure stages are accepted: a gate that goes on to the sixth wastes two, one that is capped at the fourth none."""
+    sure = record([[-0.6] * 6] * 40, [8] * 40)
+    chosen = {cap: predictions([sure], DLoop(threshold="replay", max_stages=cap), [-0.75], COSTS, k=2)[0]["threshold"] for cap in (4, 6)}
+    dear = replace(COSTS, draft_more=0.5)
+    assert chosen[4] == -0.75 and predictions([sure], DLoop(threshold="replay", max_stages=6), [-0.75], dear, k=2)[0]["threshold"] == -0.5
+    assert predictions([sure], DLoop(threshold=-0.75, max_stages=6), [], COSTS, k=2)[0]["stages_gated"] > 4.5
+
+
+@pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4, max_stages=2), 2)], ids=str)
 def test_a_given_gate_is_simulated_as_it_is(gate, stages):
-    row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2, stages=2)
+    row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2)
     assert row["stages_gated"] == stages and row["threshold"] == gate.threshold and score == row["tokens_per_second_gated"]
 
 
@@ -116,6 +126,26 @@ def test_an_export_names_the_threshold_of_its_step(tmp_path):
         gate_of(config, 6)
     fixed = composed(*RUN, f"root={tmp_path}", "++gate.threshold=-0.6")
     assert gate_of(fixed, 6).threshold == -0.6
+
+
+@pytest.mark.parametrize("change, says", [("++gate.max_stages=2", "gate:"), ("++gate.threshold=-0.6", "gate:"), ("++evaluate.thresholds=[-2.0]", "evaluate.thresholds: found"),
+                                          ("++train.validate_prompts=2", "train.validate_prompts: found 16, wanted 2")])
+def test_what_checkpoints_are_compared_by_stays_as_it_is(change, says, tmp_path):
+    """Neither a training nor the choice of a threshold goes on with scores of another gate or other prompts."""
+    folder = artifacts.run_folder(composed(*RUN, f"root={tmp_path}"))
+    write_atomic(folder / VALIDATED_BY, json.dumps(validation.settings_of(composed(*RUN, f"root={tmp_path}"))))
+    validation.require_same_validation(composed(*RUN, f"root={tmp_path}"))
+    with pytest.raises(ValueError, match=says):
+        validation.require_same_validation(composed(*RUN, f"root={tmp_path}", change))
+
+
+@pytest.mark.parametrize("worse, patience, over", [(None, 0, True), (None, 3, True), (3, 3, True), (3, 0, False), (3, 5, False)])
+def test_a_training_that_patience_ended_goes_on_with_more_of_it(worse, patience, over, tmp_path):
+    config = composed(*RUN, f"root={tmp_path}", f"++train.patience={patience}")
+    checkpoints = artifacts.run_folder(config) / "checkpoints"
+    write_atomic(checkpoints / POINTER, json.dumps({"tag": "step-0000005", "step": 5, "world_size": 1}))
+    write_atomic(checkpoints / DONE, json.dumps({"step": 5, "worse": worse}))
+    assert finished(config) is over
 
 
 def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_beside(tmp_path):

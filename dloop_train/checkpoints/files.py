@@ -169,14 +169,15 @@ def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tupl
         if "embed" not in copies:
             return None
         scale, softcap = scales or (1.0, None)
-        return TargetHead(copies["embed"].to(dtype), copies.get("lm_head", copies["embed"]).to(dtype), embed_scale=scale, softcap=softcap)
+        embed = copies["embed"].to(dtype)
+        return TargetHead(embed, copies["lm_head"].to(dtype) if "lm_head" in copies else embed, embed_scale=scale, softcap=softcap)
     theirs = (head.embed_scale, head.softcap)
     check(scales in (None, theirs),
           f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target")
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
         check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
-        check(torch.equal(copy.to(torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
+        check(torch.equal(copy.to(theirs.device, torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
     return head
 
 

@@ -1,15 +1,12 @@
 """Costs: seconds of a draft, of a verification by length and of the rest, and the speed they predict for simulated rounds."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from statistics import median
 
-import torch
-
 from dloop_train.decoding.gates import DLoop, Never
-from dloop_train.decoding.loop import decode
+from dloop_train.decoding.loop import Clock, decode
 from dloop_train.decoding.rules import GREEDY, Rule
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
@@ -58,6 +55,8 @@ def verification_seconds(measured: dict[int, float], tokens: int) -> float:
     return measured[low] + (measured[high] - measured[low]) * (tokens - low) / (high - low)
 
 
+MEASURED_DEPTH = 3
+"""Stages up to which costs are measured; what is deeper is extended from them."""
 TURNS, ROUNDS = 3, 5
 """Of a measurement: how often every depth has its turn, and how many rounds it has then. The first round of each is not counted."""
 
@@ -91,10 +90,8 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[i
 
 def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int], rule: Rule = GREEDY) -> float:
     """A few rounds that nobody counts; returns their seconds."""
-    started = time.perf_counter()
+    clock = Clock(target.device)
     gate = Never() if drafter is None else DLoop(threshold=-1e9, max_stages=2)
     for _ in decode(target, drafter, gate, prompt, max_new_tokens=8 if drafter is None else 1 + 4 * drafter.k, rule=rule):
         pass
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return clock.now() - clock.last

@@ -37,6 +37,10 @@ class Gate:
         check(self.max_stages >= 1, f"gate.max_stages must be positive, got {self.max_stages}")
         check(self.temperature > 0, f"gate.temperature must be positive, got {self.temperature}")
 
+    def floor(self, thresholds: Sequence[float]) -> float:
+        """A score below which this gate drafts no more, whichever of the thresholds it has."""
+        return float("-inf")
+
     def more(self, scores: Sequence[float]) -> bool:
         """Draft another stage? `scores` holds the summed log-probability of each stage's tokens so far, newest last."""
         raise NotImplementedError
@@ -65,6 +69,9 @@ class DLoop(Gate):
         """The same gate with this threshold."""
         return replace(self, threshold=threshold)
 
+    def floor(self, thresholds: Sequence[float]) -> float:
+        return min([self.paper_threshold if self.by_replay else self.threshold, *thresholds])
+
     def more(self, scores: Sequence[float]) -> bool:
         return len(scores) < self.max_stages and scores[-1] >= self.threshold
 
@@ -74,6 +81,9 @@ class Never(Gate):
     """One stage a round: ordinary speculative decoding."""
 
     needs_scores = False
+
+    def floor(self, thresholds: Sequence[float]) -> float:
+        return min(thresholds, default=float("inf"))
 
     def more(self, scores: Sequence[float]) -> bool:
         return False

@@ -34,9 +34,11 @@ class Sight:
         self.origin, self.first, self.whole = origin, first, whole
         self.made: dict[Hashable, Any] = {}
 
-    def take(self, branches: int) -> "Sight":
-        """The first branches alone."""
-        return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+    def take(self, branches: int | Tensor) -> "Sight":
+        """So many branches from the first on, whose masks are cut from those of all; or those of an index."""
+        if isinstance(branches, int):
+            return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+        return Sight(self.origin[:, branches], self.first[:, branches])
 
     def once(self, key: Hashable, make) -> Any:
         if key not in self.made:
@@ -74,7 +76,7 @@ class Sight:
         """The same rule as FlexAttention's block mask over [N * repeats * Q] queries, made for all branches and cut for those that are left."""
         queries = self.origin.shape[1] * repeats * len(ahead)
         if window is None and self.whole is not None:
-            return self.once(("cut", repeats, len(ahead), length), lambda: self.whole.blocks(ahead, repeats, length, None)._adjust(queries, length))
+            return self.once(("cut", repeats, len(ahead), length), lambda: first_queries(self.whole.blocks(ahead, repeats, length, None), queries))
         return self.once(("blocks", repeats, len(ahead), length, window and (window, tuple(ahead))), lambda: self.make_blocks(ahead, repeats, length, window))
 
     def make_blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
@@ -86,6 +88,13 @@ class Sight:
 
         make = flex(origin.is_cuda).mask
         return make(seen, origin.shape[0], None, origin.shape[1] * repeats * slots, length, device=origin.device)
+
+
+def first_queries(mask, queries: int):
+    """A block mask of the first queries alone. BlockMask's own _adjust forgets in torch 2.11 how many they are within the last block."""
+    rows = -(-queries // mask.BLOCK_SIZE[0])
+    seen = [None if each is None else each[:, :, :rows] for each in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
+    return mask.from_kv_blocks(*seen, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=(queries, mask.seq_lengths[1]))
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, s
         return single_branch(queries, context, own, sight, ahead, hidden, scale, window)
     # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
-    to_context = context_in_blocks if queries.is_cuda else context_in_parts
+    to_context = context_in_blocks if has_kernel(queries) else context_in_parts
     mixed, log_sum = to_context(grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window)
     if own is not None:
         mixed = add_own(mixed, log_sum, grouped, own, hidden, scale)
@@ -139,6 +148,15 @@ def own_hidden(slots: int, count: int, window: int | None, causal: bool, device:
     return hidden if window is None else hidden | (behind.abs() >= window)
 
 
+HEADS = range(16, 513)
+"""Sizes of a head for which FlexAttention has a kernel: Triton's products begin with 16 numbers, and beyond Gemma 4's 512 no tiles were looked for."""
+
+
+def has_kernel(queries: Tensor) -> bool:
+    """Whether FlexAttention takes queries [..., E] such as these: on a GPU, in at most fp32."""
+    return queries.is_cuda and queries.element_size() <= 4 and queries.shape[-1] in HEADS
+
+
 # Over the context: what attention gives [B, G, N, r, E], and the log of the sum of exponents [B, G, N, r] that it was divided by
 
 
@@ -151,8 +169,23 @@ def context_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, sight: Sigh
     """With FlexAttention, which leaves out blocks that nobody sees; compiled on a CUDA device."""
     from torch.nn.attention.flex_attention import AuxRequest
     mask = sight.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
-    mixed, extra = flex(queries.is_cuda).attention(queries.flatten(2, 3), keys, values, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    mixed, extra = flex(queries.is_cuda).attention(queries.flatten(2, 3), keys, values, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True),
+                                                   kernel_options=tiles(queries))
     return mixed.unflatten(2, queries.shape[2:4]), extra.lse.unflatten(2, queries.shape[2:4])
+
+
+def tiles(queries: Tensor) -> dict[str, int] | None:
+    """Smaller tiles for heads whose tiles, as FlexAttention cuts them, would not fit into a GPU's shared memory; None where they do.
+
+    In bf16, heads of 512 want 256 KB in the forward pass and heads of 256 112 KB in the backward pass; an H100 has 227 KB, an RTX 99 KB.
+    """
+    size = queries.shape[-1]
+    if not queries.is_cuda or size <= 128:
+        return None
+    if size <= 256 and torch.cuda.get_device_properties(queries.device).shared_memory_per_block_optin >= 160 * 2**10:
+        return None
+    side = 32 if size * queries.element_size() <= 512 else 16
+    return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "bwd_num_stages": 1} | {f"bwd_BLOCK_{name}": side for name in ("M1", "N1", "M2", "N2")}
 
 
 @dataclass(frozen=True)
@@ -167,13 +200,20 @@ FORMS = 64
 """Compiled forms of one of these functions at most. Batches and stages of all sizes need about ten, twice as many with and without gradients."""
 
 
-@cache
 def flex(compiled: bool) -> Flex:
     """Compiled in full: what is left uncompiled, also behind the limit of forms, would hold all scores at once and tell nobody."""
+    functions = flex_functions(compiled)
+    # Each thread has a limit of its own, and what is computed again for a backward pass is computed in autograd's thread.
+    if compiled and torch._dynamo.config.recompile_limit < FORMS:
+        torch._dynamo.config.recompile_limit = FORMS  # of torch 2.11 to 2.13 only the last takes it with the function
+    return functions
+
+
+@cache
+def flex_functions(compiled: bool) -> Flex:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     if not compiled:
         return Flex(flex_attention, create_block_mask)
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FORMS)  # of torch 2.11 to 2.13 only the last takes it with the function
     return Flex(torch.compile(flex_attention, fullgraph=True), torch.compile(create_block_mask, fullgraph=True))
 
 

@@ -271,13 +271,15 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
 
-def take(state: DraftState, branches: int) -> DraftState:
-    """The first `branches` of the N axis: training sorts origins by depth, so that finished ones leave at the end."""
-    if branches == state.origin.shape[1]:
+def take(state: DraftState, branches: int | Tensor) -> DraftState:
+    """So many branches from the start of the N axis, or those of an index [M]. Training sorts origins by depth, so that finished ones leave at the end."""
+    number = branches if isinstance(branches, int) else len(branches)
+    if number == state.origin.shape[1]:
         return state
-    own = None if state.own is None else tuple(KV(kv.keys[:, :branches], kv.values[:, :branches]) for kv in state.own)
-    return replace(state, own=own, sight=state.sight.take(branches), origin=state.origin[:, :branches], first=state.first[:, :branches], position=state.position[:, :branches],
-                   hidden=None if state.hidden is None else state.hidden[:, :branches])
+    chosen = slice(branches) if isinstance(branches, int) else branches
+    own = None if state.own is None else tuple(KV(kv.keys[:, chosen], kv.values[:, chosen]) for kv in state.own)
+    return replace(state, own=own, sight=state.sight.take(branches), origin=state.origin[:, chosen], first=state.first[:, chosen], position=state.position[:, chosen],
+                   hidden=None if state.hidden is None else state.hidden[:, chosen])
 
 
 def linear_flops(*modules: nn.Module | None) -> int:

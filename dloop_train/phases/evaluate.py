@@ -11,7 +11,7 @@ from tqdm import tqdm
 from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
 from dloop_train.config import Config, check
 from dloop_train.data.responses import Response, read_responses
-from dloop_train.decoding.costs import Costs, measure_costs, warm_up
+from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_costs, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.rules import Chance, Rule
@@ -184,7 +184,7 @@ def replay_settings(config: Config, folder: Path, target: Target, drafters: dict
     for label, drafter in tqdm(drafters.items(), desc="replay", unit="drafter"):
         shape = repr((drafter.shape, drafter.k))  # what time depends on: drafters that differ in weights alone share a table, and the machine's mood with it
         if shape not in by_shape:
-            by_shape[shape] = measure_costs(target, drafter, prompts, stages=min(3, config.evaluate.replay_stages))
+            by_shape[shape] = measure_costs(target, drafter, prompts, stages=min(MEASURED_DEPTH, config.evaluate.replay_stages))
         costs[label] = by_shape[shape]
         swept[label] = sweep_on(config, target, drafter, costs[label], responses) | {
             "validation": sweep_on(config, target, drafter, costs[label], validation) if validation else None}
@@ -194,6 +194,5 @@ def replay_settings(config: Config, folder: Path, target: Target, drafters: dict
 
 def sweep_on(config: Config, target: Target, drafter: Drafter, costs: Costs, responses: list[Response]) -> dict:
     """Thresholds simulated on what the drafter would draft from every position of these responses."""
-    stages = min(config.evaluate.replay_stages, config.gate.max_stages)
-    records = replay_all(target, drafter, responses, max_stages=stages, max_new_tokens=config.generate.greedy_max_new_tokens, temperature=config.gate.temperature)
-    return sweep(records, config.evaluate.thresholds, costs, drafter.k, stages)
+    records = replay_all(target, drafter, responses, config.gate, config.evaluate.thresholds, stages=config.evaluate.replay_stages, max_new_tokens=config.generate.greedy_max_new_tokens)
+    return sweep(records, config.evaluate.thresholds, costs, drafter.k, config.gate.max_stages)

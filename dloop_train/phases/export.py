@@ -14,7 +14,7 @@ from dloop_train.decoding.gates import Gate
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.train import bare_drafter
-from dloop_train.phases.validation import chosen_threshold
+from dloop_train.phases.validation import chosen_threshold, require_same_validation
 from dloop_train.ranks import say
 from dloop_train.targets.sources import load_spec, locate
 from dloop_train.training.saves import weights_of
@@ -45,6 +45,7 @@ def gate_of(config: Config, step: int) -> Gate:
     if not config.gate.by_replay:
         return config.gate
     folder = artifacts.run_folder(config)
+    require_same_validation(config)
     threshold = chosen_threshold(folder, step)
     check(threshold is not None, f"gate.threshold=replay takes the choice of validation, and {folder / 'validation.jsonl'} has none at step {step}; "
           f"set gate.threshold={config.gate.paper_threshold:g}, or export a checkpoint that was validated")

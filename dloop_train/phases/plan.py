@@ -394,7 +394,7 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     here = config.drafter.init == "scratch" or local_drafter(config, config.drafter.init) is not None
     source = "" if here else f"; {config.drafter.init} is not on this machine, its size is taken from drafter.released"
     validating = sum(term.held for term in drafter.step.terms if term.name == "validation's target")
-    validated = f"; {size(validating)} of it are the target that validates" if validating else ""
+    validated = f"; {size(validating)} of it are the target, there while it validates" if validating else ""
     return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}{source}"],
             ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below{validated}"]]
 
@@ -433,7 +433,7 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     drafter, steps, base_steps = estimated.drafter, estimated.steps, estimated.base_steps
     measured = estimated.counts is not None and estimated.counts.measured
     done = {line.name for line in estimated.phases if line.state == "complete"}
-    at_once = estimated.ranks if torch.cuda.is_available() else 1  # all phases use all ranks, but those on a CPU share its cores
+    at_once = estimated.ranks if default_device().type == "cuda" else 1  # all phases use all ranks, but those on a CPU share its cores
 
     def timed(name: str, flops: float | None, dtype: str) -> list[str]:
         if flops is None:

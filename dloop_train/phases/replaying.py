@@ -11,10 +11,10 @@ from dloop_train.targets.target import Target
 from dloop_train.types import Round
 
 
-def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], *, max_stages: int, max_new_tokens: int,
-               temperature: float = 1.0) -> list[Replay]:
-    return [replay(target, drafter, r.prompt_ids, r.response_ids, max_stages=max_stages, max_new_tokens=max_new_tokens, temperature=temperature)
-            for r in responses if len(r.response_ids) > 1]
+def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], gate: Gate, thresholds: Sequence[float], *, stages: int, max_new_tokens: int) -> list[Replay]:
+    """So many stages from every position, at most as many as the gate has; and all that it may draft at any of the thresholds."""
+    return [replay(target, drafter, r.prompt_ids, r.response_ids, stages=min(stages, gate.max_stages), deepest=gate.max_stages, floor=gate.floor(thresholds),
+                   max_new_tokens=max_new_tokens, temperature=gate.temperature) for r in responses if len(r.response_ids) > 1]
 
 
 def tau_of(walks: Sequence[Sequence[Round]]) -> float:
@@ -62,12 +62,13 @@ def predicted(walks: Sequence[Sequence[Round]], costs: Costs) -> dict:
     return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
 
 
-def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, stages: int) -> dict:
-    """S = 1, the oracle and every threshold: tau and predicted tokens per second, with so many stages a round at most."""
+def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, max_stages: int) -> dict:
+    """S = 1, the oracle and every threshold: tau and predicted tokens per second. The gate drafts max_stages at most, the oracle as many as were drafted everywhere."""
     def numbers(walks: list[list[Round]]) -> dict:
         return predicted(walks, costs)
 
+    stages = records[0].stages if records else 1
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
     return {"k": k, "S1": numbers([walk_gate(record, Never()) for record in records]), "oracle": numbers([walk_oracle(record) for record in records]),
-            "sweep": [{"threshold": threshold, **numbers([walk_gate(record, DLoop(threshold=threshold, max_stages=stages)) for record in records])} for threshold in thresholds],
+            "sweep": [{"threshold": threshold, **numbers([walk_gate(record, DLoop(threshold=threshold, max_stages=max_stages)) for record in records])} for threshold in thresholds],
             "full_acceptance_by_stage": full_acceptance(always, k, stages)}

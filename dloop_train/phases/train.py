@@ -13,7 +13,7 @@ from dloop_train.data.online import OnlineSource
 from dloop_train.data.responses import read_responses
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import start_ranks
-from dloop_train.phases import artifacts
+from dloop_train.phases import artifacts, validation
 from dloop_train.phases.cache import require_source, training_source
 from dloop_train.phases.validation import Validator
 from dloop_train.ranks import STOPPED, barrier, initialise_distributed, rank, say, world_size
@@ -26,9 +26,11 @@ from dloop_train.training.metrics import MetricLog
 from dloop_train.training.saves import best_of, last_of
 
 DONE = "done.json"
-"""Beside the checkpoints: the step at which the training was over."""
-FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "validate_prompts", "patience", "max_skipped", "loss_rows", "pack", "recompute")
+"""Beside the checkpoints: the step at which the training was over, and after how many worse validations where patience ended it."""
+FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "patience", "max_skipped", "loss_rows", "pack", "recompute")
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
+OF_VALIDATION = "validate_prompts"
+"""Not of the training's numbers, but of what its checkpoints are compared by."""
 
 
 def run(config: Config) -> None:
@@ -37,6 +39,8 @@ def run(config: Config) -> None:
     if finished(config):
         say(f"train: done before, {folder / 'checkpoints'}")
         return
+    validation.require_same_validation(config)
+    write_atomic(folder / validation.VALIDATED_BY, json.dumps(validation.settings_of(config), indent=1))
     require_source(config)
     start_ranks(config, "train")
     if not finished(config):
@@ -46,7 +50,7 @@ def run(config: Config) -> None:
 
 def settings_of(config: Config) -> dict:
     """What decides the numbers of a training; a run folder belongs to one such set."""
-    train = {name: value for name, value in asdict(config.train).items() if name not in FREE}
+    train = {name: value for name, value in asdict(config.train).items() if name not in (*FREE, OF_VALIDATION)}
     drafter = {key: value for key, value in asdict(config.drafter).items() if key != "released"} | {"family": config.drafter.family}
     return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
 
@@ -82,10 +86,16 @@ def require_division(found: dict | None, wanted: dict, folder: Path) -> None:
 
 
 def finished(config: Config) -> bool:
-    """Whether the last checkpoint is the one that a training ended with; another may have begun anew beside its note."""
+    """Whether the last checkpoint is the one that a training ended with; another may have begun anew beside its note.
+
+    One that patience ended goes on when there is more of it, or none is asked for.
+    """
     folder = artifacts.run_folder(config) / "checkpoints"
     last, done = last_of(folder), folder / DONE
-    return last is not None and done.is_file() and json.loads(done.read_text())["step"] == last.step
+    if last is None or not done.is_file():
+        return False
+    found = json.loads(done.read_text())
+    return found["step"] == last.step and (found["worse"] is None or 0 < config.train.patience <= found["worse"])
 
 
 def make_drafter(config: Config) -> Drafter:
@@ -134,7 +144,7 @@ def train(config: Config) -> bool:
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
     over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
     if over and rank() == 0:
-        write_atomic(checkpoints / DONE, json.dumps({"step": trainer.step}))
+        write_atomic(checkpoints / DONE, json.dumps({"step": trainer.step, "worse": trainer.standing.worse if trainer.step < trainer.plan.steps else None}))
     log.close()
     barrier()  # whoever leaves first with an exit code ends the others
     return over

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,14 @@ from dloop_train.data.batches import TextBatch, collate
 from dloop_train.data.online import read_batch, text_of
 from dloop_train.data.responses import Response, read_responses
 from dloop_train.data.store import drafters_row
-from dloop_train.decoding.costs import Costs, measure_costs
+from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_costs
 from dloop_train.decoding.gates import Gate
 from dloop_train.decoding.replay import Replay, walk_gate
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
 from dloop_train.ranks import gather_over_ranks, rank, world_size
-from dloop_train.runs import read_jsonl, write_atomic
+from dloop_train.runs import read_jsonl, require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_target
 from dloop_train.targets.target import Target
 from dloop_train.training.anchors import Origins, draw_origins
@@ -31,8 +31,7 @@ from dloop_train.training.unroll import Terms, Unroll
 
 LOG = "validation.jsonl"
 COSTS = "costs.json"
-MEASURED_DEPTH = 3
-"""Stages up to which costs are measured; what is deeper is extended from them."""
+VALIDATED_BY = "validated_by.json"
 BINS = 20
 """Of the gate's score, as the probability exp(score) in [0, 1]."""
 
@@ -48,29 +47,40 @@ class Validator:
         if config.gate.by_replay and not self.responses:
             raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
                              f"or raise train.validate_prompts and generate.greedy_prompts")
-        self.max_stages = max(min(config.train.depth_exposure + 1, config.gate.max_stages), 2)
-        self.target = target if target is not None and target.dtype == as_dtype(config.train.precision) else None
+        self.stages = max(config.train.depth_exposure + 1, 2)
+        self.lent = target is not None and target.dtype == as_dtype(config.train.precision)
+        self.target = target if self.lent else None
 
     def __call__(self, step: int, drafter: Drafter) -> Validation:
         if not self.responses:
             return Validation({})
-        started, training = time.perf_counter(), drafter.training
+        training = drafter.training
         drafter.eval()
-        if self.target is None:
-            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=next(drafter.parameters()).device)
+        self.fetch_target(next(drafter.parameters()).device)
         costs = self.costs(drafter)
+        started = time.perf_counter()
         records = self.replay(drafter)
-        row, score = predictions(records, self.config.gate, self.config.evaluate.thresholds, costs, k=drafter.k, stages=self.max_stages)
+        row, score = predictions(records, self.config.gate, self.config.evaluate.thresholds, costs, k=drafter.k)
         row |= self.losses(drafter) | gate_scores(records)
         drafter.train(training)
-        return Validation(row | {"seconds": time.perf_counter() - started}, score)
+        seconds = time.perf_counter() - started
+        if not self.lent:
+            self.target.model.to("cpu")  # between validations its memory is the training's
+        return Validation(row | {"seconds": seconds}, score, seconds)
+
+    def fetch_target(self, device: torch.device) -> None:
+        """The target on the device, where it stays only if training uses it too."""
+        if self.target is None:
+            self.target = load_target(self.config.target, dtype=self.config.train.precision, device=device)
+        if not self.lent:
+            self.target.model.to(device)
 
     def costs(self, drafter: Drafter) -> Costs:
         """The run's cost table: measured once, by the first rank, so that all checkpoints are compared under the same."""
         path = self.folder / COSTS
         if rank() == 0 and not path.is_file():
             prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
-            measured = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, self.max_stages))
+            measured = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, self.stages))
             write_atomic(path, json.dumps(measured.row(), indent=1))
         table, *_ = gather_over_ranks(json.loads(path.read_text()) if rank() == 0 else None)  # on another node the file may not be seen yet
         return Costs.of(table)
@@ -78,8 +88,8 @@ class Validator:
     def replay(self, drafter: Drafter) -> list[Replay]:
         """Replays of all responses, in their order; each rank makes its share."""
         longest = max(len(response.response_ids) for response in self.responses)
-        mine = replay_all(self.target, drafter, self.responses[rank()::world_size()], max_stages=self.max_stages, max_new_tokens=longest,
-                          temperature=self.config.gate.temperature)
+        gate = self.config.gate
+        mine = replay_all(self.target, drafter, self.responses[rank()::world_size()], gate, candidates(gate, self.config.evaluate.thresholds), stages=self.stages, max_new_tokens=longest)
         shares = gather_over_ranks(mine)
         return [shares[at % len(shares)][at // len(shares)] for at in range(sum(map(len, shares)))]
 
@@ -107,9 +117,9 @@ class Validator:
         return collate([replace(sample, features=drafters_row(sample, reads))])
 
 
-def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int, stages: int) -> tuple[dict, float]:
+def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int) -> tuple[dict, float]:
     """The row of a validation, and predicted tokens per second under the gate: at its fastest threshold if that is still to be chosen."""
-    swept = sweep(records, candidates(gate, thresholds), costs, k, stages)
+    swept = sweep(records, candidates(gate, thresholds), costs, k, gate.max_stages)
     best = fastest(swept["sweep"], gate.paper_threshold) if swept["sweep"] else predicted([walk_gate(record, gate) for record in records], costs)
     row = {f"{name}_{walk}": point[name] for walk, point in (("s1", swept["S1"]), ("gated", best), ("oracle", swept["oracle"]))
            for name in ("tau", "tokens_per_second")}
@@ -125,6 +135,18 @@ def gate_scores(records: Sequence[Replay]) -> dict:
     counts, edges = np.histogram(probability, bins=BINS, range=(0, 1))
     accepted, _ = np.histogram(probability[full], bins=edges)
     return {"gate_score_histogram": counts.tolist(), "gate_calibration": [a / n if n else None for a, n in zip(accepted.tolist(), counts.tolist(), strict=True)]}
+
+
+def settings_of(config: Config) -> dict:
+    """What scores and thresholds are chosen by."""
+    return {"gate": {"kind": type(config.gate).__name__, **asdict(config.gate)}, "evaluate.thresholds": config.evaluate.thresholds, "train.validate_prompts": config.train.validate_prompts}
+
+
+def require_same_validation(config: Config) -> None:
+    """Stop where the run's validations so far were for another gate or on other prompts: what they said does not compare with what these settings would."""
+    path = artifacts.run_folder(config) / VALIDATED_BY
+    if path.is_file():
+        require_same(json.loads(path.read_text()), settings_of(config), path)
 
 
 def chosen_threshold(folder: Path, step: int) -> float | None:

@@ -6,14 +6,18 @@ from torch import Tensor, nn
 
 
 class TargetHead(nn.Module):
-    """What a drafter borrows from its target."""
+    """What a drafter borrows from its target. Tied matrices are held once, also when they move to another device or dtype."""
 
     def __init__(self, embed: Tensor, lm_head: Tensor, norm: Tensor | None = None, *, embed_scale: float = 1.0, softcap: float | None = None):
         super().__init__()
         self.embed_scale, self.softcap = embed_scale, softcap
         self.register_buffer("embed_weight", embed, persistent=False)
-        self.register_buffer("lm_head_weight", lm_head, persistent=False)
+        self.register_buffer("own_lm_head", None if lm_head is embed else lm_head, persistent=False)
         self.register_buffer("norm_weight", norm, persistent=False)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        return self.embed_weight if self.own_lm_head is None else self.own_lm_head
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids to input embeddings. [...] -> [..., D]"""

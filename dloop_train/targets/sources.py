@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dloop_train.config import TargetConfig
+from dloop_train.ranks import accelerators
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.gemma4 import Gemma4Target
 from dloop_train.targets.head import TargetHead
@@ -43,7 +44,7 @@ def load_tokenizer(config: TargetConfig):
 
 
 def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() and accelerators() else "cpu")
 
 
 def load_spec(config: TargetConfig) -> TargetSpec:
@@ -59,7 +60,8 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
         tensors = {"embed": model.get_input_embeddings().weight, "lm_head": model.get_output_embeddings().weight, "norm": model.get_decoder().norm.weight}
     else:
         tensors = read_head_tensors(locate(config))
-    return TargetHead(**{name: tensor.detach().to(dtype) for name, tensor in tensors.items()}, **head_scales(architecture_of(config).get_text_config()))
+    converted = {id(tensor): tensor.detach().to(dtype) for tensor in tensors.values()}  # tied ones stay one
+    return TargetHead(**{name: converted[id(tensor)] for name, tensor in tensors.items()}, **head_scales(architecture_of(config).get_text_config()))
 
 
 def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:

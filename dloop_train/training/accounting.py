@@ -81,7 +81,8 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train:
     terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
               for name, stage in dict.fromkeys([*work, *held])]
     working = working_space(drafter, counts, held, train.loss_rows, element)
-    terms += [Term("working space", held=working), Term("target's embedding and head", held=0.0 if lent_head else 2 * target.vocab_size * target.hidden_size * element)]
+    matrices = 0 if lent_head else 1 if target.text_config.get("tie_word_embeddings") else 2
+    terms += [Term("working space", held=working), Term("target's embedding and head", held=matrices * target.vocab_size * target.hidden_size * element)]
     terms += [Term("validation's target", held=validating_bytes)] if validating_bytes else []
     return StepCost((*terms, *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working)))
 

@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,8 @@ from dloop_train.training.saves import Best, Checkpoints, Last, best_of, gathere
 from dloop_train.training.unroll import TERMS, Terms, Unroll
 
 SKIPPED = "skipped.jsonl"
+TIMED = 10
+"""Steps after which their median decides how often to validate."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Validation:
     """Logged as it is."""
     score: float | None = None
     """What the best checkpoint has most of: predicted tokens per second."""
+    seconds: float = 0.0
+    """What a validation takes, without what only the first one does."""
 
 
 Validate = Callable[[int, Drafter], Validation]
@@ -55,7 +60,9 @@ class Standing:
     start_score: float | None = None
     """Of the drafter before the first step."""
     validation_seconds: float = 0.0
-    """What the last validation took."""
+    """What a validation takes."""
+    validate_every: int = 0
+    """Steps between validations where train.validate_share decides; 0 while it has not."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,6 @@ class Agreed:
     origins: float
     stop: bool
     """Save and leave after this step."""
-    validate: bool
-    """Validate after this step."""
 
 
 @dataclass
@@ -132,7 +137,7 @@ class Trainer:
         drafter.borrow(drafter.head.to(self.device, self.dtype))
         self.standing = self.resume(last, universal) if last else Standing()
         self.best = best_of(folder)
-        self.validated = time.perf_counter()
+        self.step_seconds: list[float] = []
         forget_rows_after(self.run_folder / SKIPPED, self.standing.step)
 
     @property
@@ -155,11 +160,15 @@ class Trainer:
             waiting = ahead.submit(self.load, min(self.step, total - 1))
             window = Window(time.perf_counter())
             while self.step < total and not self.out_of_patience:
+                began = time.perf_counter()
                 prepared = self.prepare(waiting)
                 if self.step + 1 < total:
                     waiting = ahead.submit(self.load, self.step + 1)
                 agreed = self.agree(prepared)
                 metrics = self.run_step(prepared, agreed)
+                self.step_seconds.append(time.perf_counter() - began)
+                if validate is not None and not self.validate_every and len(self.step_seconds) == TIMED:
+                    self.settle_interval()
                 window.add(agreed, prepared.wait)
                 bar.update()
                 if metrics is not None:
@@ -167,9 +176,8 @@ class Trainer:
                 if metrics is not None and (self.step % self.settings.log_every == 0 or self.step in (1, total)):  # a skipped step's rates stand in the next row
                     self.log.write(self.step, metrics | window.row() | {"skipped": self.standing.skipped})
                     window = Window(time.perf_counter())
-                if validate is not None and (agreed.validate or self.step == total):
-                    self.validate(validate)
-                    window.started += self.standing.validation_seconds
+                if validate is not None and (self.step == total or self.validate_every and self.step % self.validate_every == 0):
+                    window.started += self.validate(validate)
                 if self.step % self.settings.save_every == 0 or self.step == total or agreed.stop or self.out_of_patience:
                     self.saves.save(self.engine, self.drafter, self.step, {"standing": asdict(self.standing)})
                 if agreed.stop:
@@ -213,11 +221,10 @@ class Trainer:
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
         weights = sum(unroll.weights(text, origins) for text, origins in zip(prepared.texts, prepared.origins, strict=True))
         origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
-        due = validation_is_due(self.settings, self.step + 1, self.standing.validation_seconds, time.perf_counter() - self.validated)
-        wanted = [rank() == 0 and (self.run_folder / STOP).exists(), rank() == 0 and due]
-        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, *wanted]).to(weights)]).to(self.device))
-        tokens, origins, stop, validate = both[len(TERMS):].tolist()
-        return Agreed(both[:len(TERMS)], tokens, origins, bool(stop), bool(validate))
+        stop = rank() == 0 and (self.run_folder / STOP).exists()
+        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, stop]).to(weights)]).to(self.device))
+        tokens, origins, stop = both[len(TERMS):].tolist()
+        return Agreed(both[:len(TERMS)], tokens, origins, bool(stop))
 
     def run_step(self, prepared: Prepared, agreed: Agreed) -> dict[str, float | list[float]] | None:
         """Forward, backward and update over all micro-batches of the step. None where it was skipped."""
@@ -277,7 +284,20 @@ class Trainer:
 
     # Validation
 
-    def validate(self, validate: Validate) -> None:
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations; 0 while that is not known yet."""
+        return self.settings.validate_every or self.standing.validate_every
+
+    def settle_interval(self) -> None:
+        """By what a step and a validation take on the slowest rank. Decided once and kept in the checkpoints, so that a resumed training validates at the same steps."""
+        steps = math.ceil(self.standing.validation_seconds / statistics.median(self.step_seconds) * (1 / self.settings.validate_share - 1))
+        steps = int(most_over_ranks(max(steps, 1)))
+        self.standing = replace(self.standing, validate_every=steps)
+        say(f"train: validates every {steps} steps, which takes about {self.settings.validate_share:.0%} of the time (train.validate_share); train.validate_every={steps} would say it for every run")
+
+    def validate(self, validate: Validate) -> float:
+        """Returns the seconds that it took."""
         started = time.perf_counter()
         found = validate(self.step, self.whole_drafter())
         if self.twin is not None:
@@ -294,8 +314,8 @@ class Trainer:
                 self.saves.mark_best(self.drafter, self.best)
             self.standing = replace(self.standing, worse=0 if better or behind else self.standing.worse + 1)
         barrier()
-        self.validated = time.perf_counter()
-        self.standing = replace(self.standing, validation_seconds=self.validated - started)
+        self.standing = replace(self.standing, validation_seconds=found.seconds)
+        return time.perf_counter() - started
 
     def whole_drafter(self) -> Drafter:
         """The drafter, or where ZeRO-3 has divided it a twin with the same weights."""
@@ -315,13 +335,6 @@ def featureless(batch: TextBatch) -> TextBatch:
     """What of a batch says which origins it has and what they weigh."""
     nothing = batch.features.new_empty(*batch.tokens.shape, 0)  # no view, which would keep the features alive
     return replace(batch, features=nothing, last_hidden=nothing)
-
-
-def validation_is_due(settings: TrainConfig, step: int, seconds: float, since: float) -> bool:
-    """Whether to validate after a step: at a validation's `seconds`, `since` seconds after the last one. The first rank's clock decides."""
-    if settings.validate_every:
-        return step % settings.validate_every == 0
-    return since >= seconds * (1 / settings.validate_share - 1)
 
 
 def twin_of(drafter: Drafter) -> Drafter:

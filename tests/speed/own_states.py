@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from dloop_train.checkpoints.files import load_drafter, locate_drafter
 from dloop_train.config import check, from_hydra
 from dloop_train.data.responses import read_responses
-from dloop_train.decoding.gates import Never
+from dloop_train.decoding.gates import Always, Never
 from dloop_train.decoding.replay import walk_gate
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import next_stage_tokens, replay_all, tau_of
@@ -33,8 +33,8 @@ def main(run: Path, drafter: str | None) -> None:
     for state in ("context_norm", "post_norm", "raw"):
         for slot in slots:
             settings = replace(config.drafter.as_exported({}), state=state, slot=slot)
-            looped = load_drafter(folder, settings, TargetHead.of(target), dtype=target.dtype, target=target.spec, taps=artifacts.taps(config)).eval()
-            records = replay_all(target, looped, responses, max_stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
+            looped = load_drafter(folder, settings, TargetHead.of(target), dtype=target.dtype, target=target.spec, taps=artifacts.taps(config)).to(target.device).eval()
+            records = replay_all(target, looped, responses, Always(max_stages=2), [], stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
             second = next_stage_tokens(records)
             print(f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens at {second['positions']} positions; "
                   f"S = 1 tau {tau_of([walk_gate(record, Never()) for record in records]):.2f}")

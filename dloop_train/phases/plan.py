@@ -242,13 +242,15 @@ def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, s
     read = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
     online, of_one_kind = config.features.source == "online", as_dtype(config.target.dtype) == as_dtype(train.precision)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    source = {"target_flops": read, "target_bytes": numbers * as_dtype(config.target.dtype).itemsize, "lent_head": of_one_kind} if online else {"row_bytes": row_bytes}
+    matrices = 0 if online and of_one_kind else 1 if spec.text_config.get("tie_word_embeddings") else 2
+    source = {"target_flops": read, "target_bytes": numbers * as_dtype(config.target.dtype).itemsize} if online else {"row_bytes": row_bytes}
     # A validation takes the target that reads the features, if it computes as the drafter does.
     validating = 0 if train.validate_prompts == 0 or online and of_one_kind else numbers * as_dtype(train.precision).itemsize
 
     def step(recipe: Terms) -> StepCost:
         counts = expected_counts(drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins)
-        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, validating_bytes=validating, **source)
+        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, head_matrices=matrices, validating_bytes=validating,
+                         **source)
 
     return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
                            step(Terms(0)), micro_batches * read)

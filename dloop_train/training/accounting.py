@@ -65,12 +65,12 @@ class StepCost:
 
 
 def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
-              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0, lent_head: bool = False,
+              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0, head_matrices: int = 2,
               validating_bytes: float = 0.0) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
-    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights,
-    of which the drafter may be lent embedding and head. `validating_bytes` are the weights of a target that is there for validations alone.
+    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights;
+    `head_matrices` how many of embedding and head are held beside them; `validating_bytes` the weights of a target that comes for validations.
     """
     element = 2 if train.precision == "bfloat16" else 4
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
@@ -81,8 +81,7 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train:
     terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
               for name, stage in dict.fromkeys([*work, *held])]
     working = working_space(drafter, counts, held, train.loss_rows, element)
-    matrices = 0 if lent_head else 1 if target.text_config.get("tie_word_embeddings") else 2
-    terms += [Term("working space", held=working), Term("target's embedding and head", held=matrices * target.vocab_size * target.hidden_size * element)]
+    terms += [Term("working space", held=working), Term("target's embedding and head", held=head_matrices * target.vocab_size * target.hidden_size * element)]
     terms += [Term("validation's target", held=validating_bytes)] if validating_bytes else []
     return StepCost((*terms, *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working)))
 

@@ -80,7 +80,7 @@ def test_a_training_step(drafter, target, device, pack):
                      read_samples(target, TEXTS, drafter.shape.reads, dtype=torch.float32, batch_tokens=40)]).to(device, torch.float32)
     batch = packed(batch) if pack else batch
     origins = draw_origins(batch, drafter.k, count=2, depth_exposure=2, seed=0, epoch=0)
-    unroll = Unroll(drafter.train(), Terms(2), recompute=pack)
+    unroll = Unroll(drafter.train(), Terms(2), max_rows=1000, recompute=pack)
     result = unroll(batch, origins, unroll.weights(batch, origins), 0.5)
     result.loss.backward()
     assert all(parameter.grad.is_cuda for parameter in drafter.parameters() if parameter.grad is not None) and result.loss.is_cuda

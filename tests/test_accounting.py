@@ -1,14 +1,24 @@
 """Laws of the accounting: its products are those of a real step, its memory what a real step holds, its expectations the mean of many draws."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from fractions import Fraction
+from math import comb
+
 import pytest
 import torch
-from conftest import VARIANTS, make_drafter
+from conftest import VARIANTS, make_drafter, shape_of, tiny_config
 from teaching import counting_batch
+from torch._subclasses import FakeTensor
 from train_step import arguments, main, make_bench, measure, ways_of
+from trainers import Samples, on_ranks, trainer
 from watching import Watching
 
 from dloop_train.config import DeepSpeedConfig
 from dloop_train.data.batches import TextBatch
+from dloop_train.targets.sources import load_target
+from dloop_train.training import engine
 from dloop_train.training.accounting import (
     Again,
     counts_of,
@@ -16,8 +26,10 @@ from dloop_train.training.accounting import (
     forward_backward,
     mean_logit_passes,
     mean_stages,
-    state_bytes,
+    most_of,
     state_terms,
+    states_of,
+    step_cost,
 )
 from dloop_train.training.anchors import draw_origins
 from dloop_train.training.unroll import Terms, Unroll
@@ -82,16 +94,83 @@ def test_expected_counts_are_the_mean_of_many_draws(tiny_target):
         torch.testing.assert_close(mean, torch.tensor(getattr(expected, field)), rtol=0.08, atol=0)
 
 
+def test_origins_by_the_thousand_are_counted():
+    """The largest of several binomial draws, as exact integers have it; of one draw it is the mean."""
+    def exactly(sequences, origins, third=Fraction(1, 3)):
+        below, most = Fraction(0), Fraction(0)
+        for count in range(origins):
+            below += comb(origins, count) * third**count * (1 - third) ** (origins - count)
+            most += 1 - below**sequences
+        return float(most)
+    assert [most_of(sequences, 40, 1 / 3) for sequences in (1, 4)] == pytest.approx([exactly(1, 40), exactly(4, 40)], rel=1e-12)
+    assert most_of(1, 4096, 1 / 3) == pytest.approx(4096 / 3) and 4096 / 3 < most_of(4, 4096, 1 / 3) < 4096 / 3 + 3 * (4096 * 2 / 9) ** 0.5
+    assert (most_of(3, 4096, 0.0), most_of(3, 4096, 1.0)) == (0, 4096)
+
+
 def test_passes_of_the_loss_placements():
     assert mean_logit_passes(Terms(3, "last")) == 1 and mean_logit_passes(Terms(3, "all")) == mean_stages(Terms(3, "all")) == 3
     assert [(mean_stages(Terms(n)), mean_logit_passes(Terms(n))) for n in (0, 1, 3)] == [(1, 1), (2, 2), (3, 2)]
 
 
 def test_zero_shares_out_what_its_stage_says():
-    """Per parameter: 2 bytes of weight, 2 of gradient, 4 + 8 of master weight and moments."""
-    totals = [sum(state_bytes(1000, precision="bfloat16", stage=stage, offload=False, ranks=4).values()) for stage in range(4)]
-    assert totals == [16_000, 7_000, 5_500, 4_000]
-    assert state_bytes(1000, precision="float32", stage=0, offload=True, ranks=4) == {"weights": 4000, "gradients": 4000, "optimiser (on the host)": 8000}
+    """Per parameter, while a graph stands: 2 bytes of weight, 4 + 8 of master weight and moments, and 4 of gradient where DeepSpeed's optimiser has a place for it."""
+    def held(stage, precision="bfloat16", offload=False):
+        states = states_of(1000, 1000, precision=precision, deepspeed=DeepSpeedConfig(stage, offload), ranks=4, micro_batches=1)
+        return states.weights + states.optimiser + states.gradients
+    assert [held(stage) for stage in range(4)] == [14_000, 9_000, 6_000, 4_500]
+    assert [held(stage, "float32") for stage in range(4)] == [12_000, 7_000, 7_000, 5_000]
+    assert held(2, offload=True) == 3_000
+
+
+def all_tensors():
+    """Of this process. Whoever keeps them keeps their addresses from being used again."""
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor) and each.device.type == "cpu"]
+
+
+def storages(tensors):
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def states_held(root, cases):
+    """Bytes by the accounting and of a rank's engine: between two steps, and when most is held."""
+    engine.BUCKET = 200_000  # a quarter of the drafter
+    target, found = load_target(tiny_config(), dtype="float32", device="cpu"), []
+    shape = shape_of("dflash-shifted", target)
+    shape = replace(shape, layers=tuple(replace(layer, intermediate_size=4096) for layer in shape.layers))  # many weights, few rows
+    for number, (stage, precision, micro_batches) in enumerate(cases):
+        source = Samples(target, shape.reads)
+        aside = all_tensors()
+        training = trainer(root / str(number), stage, precision=precision, shape=shape, source=source, batch_size=2 * micro_batches, origins=1, depth_exposure=0, save_every=99)
+        for group in training.engine.basic_optimizer.param_groups:
+            group["foreach"] = True  # as on an accelerator
+        with ThreadPoolExecutor(1) as ahead:
+            prepared = training.prepare(ahead.submit(training.load, 0))
+            training.run_step(prepared, training.agree(prepared))
+            prepared = training.prepare(ahead.submit(training.load, 1))
+        text, origins, agreed = prepared.texts[0], prepared.origins[0], training.agree(prepared)
+        aside += [*training.drafter.head.buffers(), *(training.twin.parameters() if training.twin else ()), *(tensor for batch in prepared.batches for tensor in (batch.features, batch.last_hidden))]
+        known = storages(aside)
+        between = [size for storage, size in storages(all_tensors()).items() if storage not in known]
+        with Watching() as watched:
+            training.run_step(prepared, agreed)
+        drafter = make_drafter("dflash-shifted", target, shape=shape)
+        counts = counts_of(drafter, replace(text, features=torch.zeros(*text.tokens.shape, 1)), origins, Terms(0))
+        cost = step_cost(drafter, target.spec, counts, training.settings, DeepSpeedConfig(stage), ranks=2, micro_batches=micro_batches)
+        accounted = cost.peak - sum(term.held for term in cost.terms if term.name.startswith("target"))
+        found.append((accounted, sum(between) + watched.peak))
+    return found
+
+
+ENGINES = [(stage, precision, micro_batches) for stage in range(4) for precision in ("float32", "bfloat16") for micro_batches in (1, 2)]
+
+
+@pytest.mark.parametrize("cases", [[(1, "bfloat16", 2)], pytest.param(ENGINES, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_weights_gradients_and_optimiser_are_what_the_engine_holds(cases, tmp_path):
+    """Of each rank, within a twelfth; most of a step's memory where the drafter is large and the batch small."""
+    for ranks in on_ranks(2, states_held, tmp_path, cases):
+        for case, (accounted, held) in zip(cases, ranks, strict=True):
+            assert accounted == pytest.approx(held, rel=1 / 12), case
 
 
 def test_one_rank_sends_nothing_and_a_later_stage_sends_more(tiny_target):

@@ -104,6 +104,56 @@ def test_target_flops_by_hand(tmp_path):
     assert estimated.cache_flops == 2 * 5 * layer * 6 * (512 + 12)
 
 
+def times_of(config):
+    """Of the printed times, by their row: what is done, and how long it takes."""
+    return {name: rest for name, *rest in plan.time_rows(config, plan.estimate(config))}
+
+
+def test_work_that_others_do_or_nobody_is_no_work_of_this_run(tmp_path):
+    """features=online stores nothing, and servers answer instead of the target here."""
+    config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, "features=online", "responder=openai", "responder.urls=[http://host:1/v1]")
+    times = times_of(config)
+    assert times["generate"] == ["servers answer the training prompts", ""] and times["cache"] == ["nothing: the target runs in the training step", ""]
+    assert [(line.state, line.action) for line in estimated.phases if line.name == "cache"] == [("-", "nothing to do")]
+    usual, _ = planned(tmp_path, "+drafter=dflash", *TINY)
+    assert all(times_of(usual)[name][0].endswith("FLOPs") and "about" in times_of(usual)[name][1] for name in ("generate", "cache", "train"))
+
+
+def test_all_phases_are_divided_by_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "duration", str)
+    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cuda"))
+    one, eight = ({name: rest[1].removeprefix("up to about ") for name, rest in times_of(planned(tmp_path, "+drafter=dflash", *TINY, f"++launch.processes={ranks}")[0]).items() if rest[1]}
+                  for ranks in (1, 8))
+    assert float(eight["generate"]) == pytest.approx(float(one["generate"]) / 8) and float(eight["cache"]) == pytest.approx(float(one["cache"]) / 8)
+    monkeypatch.setattr(plan, "default_device", lambda: torch.device("cpu"))
+    assert times_of(planned(tmp_path, "+drafter=dflash", *TINY, "++launch.processes=8")[0])["cache"][1] == f"up to about {one['cache']}"  # on a CPU they share its cores
+
+
+def held(tmp_path, *overrides):
+    """Bytes of a step's terms, and the row that says the memory."""
+    config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, *overrides)
+    terms = {term.name: term.held for term in estimated.drafter.step.terms}
+    return terms, estimated.target_parameters, dict(plan.training_rows(config, estimated))["memory per rank"], estimated.drafter.step.peak
+
+
+def test_the_target_is_counted_as_often_as_it_is_there(tmp_path):
+    """From disk: its head, and whole for validations. Online: whole, and again only where drafter and validations compute in another dtype."""
+    terms, parameters, row, peak = held(tmp_path, "++train.precision=bfloat16")
+    assert terms["validation's target"] == 2 * parameters and terms["target's embedding and head"] == 2 * 260 * 32  # tied
+    assert row == f"about {plan.size(peak)} at most, term by term below; {plan.size(2 * parameters)} of it are the target, there while it validates"
+    silent, *_, row, without = held(tmp_path, "++train.precision=bfloat16", "++train.validate_prompts=0", "gate.threshold=-0.5")
+    assert "validation's target" not in silent and "validates" not in row and peak - without == pytest.approx(2 * parameters)
+    online, *_ = held(tmp_path, "features=online", "++train.precision=float32", "++target.dtype=float32")
+    assert online["target's embedding and head"] == 0 and "validation's target" not in online and online["target features"] > 4 * parameters
+    mixed, *_ = held(tmp_path, "features=online", "++train.precision=float32", "++target.dtype=bfloat16")
+    assert mixed["target's embedding and head"] == 4 * 260 * 32 and mixed["validation's target"] == 4 * parameters
+
+
+def test_thousands_of_origins_can_be_planned(tmp_path):
+    _, estimated = planned(tmp_path, "+drafter=dflash", *TINY, "++train.origins=4096")
+    assert estimated.drafter.step.flops > planned(tmp_path, "+drafter=dflash", *TINY, "++train.origins=512")[1].drafter.step.flops
+
+
 def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
     fill_in = ("+drafter=dflash", "+target=tiny_llama", "drafter.alignment=fill_in", "drafter.layers=1")
     config, _ = planned(tmp_path, *fill_in)

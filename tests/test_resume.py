@@ -14,15 +14,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import shape_of, tiny_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from trainers import LENGTHS, Died, nothing, on_ranks, optimiser_of, trainer, weights_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import LENGTHS, Died, Samples, nothing, on_ranks, optimiser_of, trainer, weights_of
 
 from dloop_train.config import TrainConfig
 from dloop_train.data.batches import micro_batches
 from dloop_train.phases.train import require_division
 from dloop_train.ranks import peak_memory
 from dloop_train.runs import read_jsonl
+from dloop_train.targets.sources import load_target
+from dloop_train.training import engine
 from dloop_train.training.engine import TIMED, Agreed, Standing, Trainer, Validation, Window, too_many_skipped
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
@@ -190,6 +195,99 @@ def test_gradients_are_reduced_once_a_step_where_zero_allows(tmp_path):
         numbers[micro] = {kind: found[2] for kind, found in on_ranks(2, many_stages, tmp_path / str(micro), kinds, {"micro_batch_size": micro})[0].items()}
     assert all(numbers[1][kind] == numbers[2][kind] > 0 for kind in ("0", "1", "0-bf16", "1-bf16")), numbers
     assert numbers[1]["2"] == 2 * numbers[2]["2"]
+
+
+def bucket_sizes(root, kinds):
+    """The same trainings with ZeRO's usual bucket and with one that most parameters are too large for."""
+    usual, found = engine.BUCKET, {}
+    for kind, size in itertools.product(kinds, (usual, 500)):
+        engine.BUCKET = size
+        found[kind, size == usual] = run(root / f"{kind}-{size}", **kind_of(kind))[0], rows_of(root / f"{kind}-{size}")
+    engine.BUCKET = usual
+    return found
+
+
+@pytest.mark.slow
+def test_the_size_of_the_bucket_changes_no_number(tmp_path):
+    kinds = ("1", "2", "3", "1-bf16", "2-bf16", "3-bf16")
+    found = on_ranks(2, bucket_sizes, tmp_path, kinds)[0]
+    for kind in kinds:
+        (weights, rows), (weights_small, rows_small) = found[kind, True], found[kind, False]
+        assert equal(weights, weights_small) and [row[:2] for row in rows] == [row[:2] for row in rows_small], kind
+
+
+# What lies on the device, and who waits for whom
+
+
+class Counting(Samples):
+    """A source whose batches are new tensors, and how many micro-batches' features live whenever another is asked for."""
+
+    def __init__(self, target):
+        super().__init__(target, shape_of("dflash-shifted", target).reads)
+        self.handed_out, self.alive = [], []
+
+    def ready(self, batch, device, dtype):
+        self.alive.append(sum(not storage.expired() for storage in self.handed_out))
+        made = replace(batch, features=batch.features.clone(), last_hidden=batch.last_hidden.clone())
+        self.handed_out += [StorageWeakRef(made.features.untyped_storage()), StorageWeakRef(made.last_hidden.untyped_storage())]
+        return made
+
+
+def one_at_a_time(root, stages):
+    """Four micro-batches a step on two ranks: what of earlier ones lives when the next is made ready."""
+    found = {}
+    for stage, pack in itertools.product(stages, (False, True)):
+        source = Counting(load_target(tiny_config(), dtype="float32", device="cpu"))
+        trainer(root / f"{stage}-{pack}", stage, source=source, batch_size=8, pack=pack, steps=3).train()
+        found[stage, pack] = source.alive
+    return found
+
+
+@pytest.mark.parametrize("stages", [(1,), pytest.param((0, 2, 3), marks=pytest.mark.slow)])
+def test_features_of_one_micro_batch_lie_on_the_device_at_a_time(stages, start):
+    """Also when the next step's begin."""
+    _, ranks = start(one_at_a_time, stages)
+    for found in ranks:
+        assert all(alive == [0] * 12 for alive in found.values()), found
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what ranks do together."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += function.namespace == "c10d"
+        return function(*arguments, **(keywords or {}))
+
+
+def waiting_for_each_other(root):
+    """Chunks of three rows, of which the ranks have different numbers. Domino's head is large enough for ZeRO-3 to divide it."""
+    shape, found = replace(shape_of("domino-shifted", load_target(tiny_config(), dtype="float32", device="cpu")), emb_dim=512), {}
+    for stage in (1, 3):
+        training, seen = trainer(root / str(stage), stage, variant="domino-shifted", shape=shape, loss_rows=3, steps=2), []
+        unroll = training.engine.module
+        forward = unroll.forward
+
+        def counted(*arguments, forward=forward, seen=seen):
+            with Collectives() as collectives:
+                result = forward(*arguments)
+            seen.append(collectives.count)
+            return result
+        unroll.forward = counted
+        training.train()
+        found[stage] = seen, rows_of(root / str(stage))
+    return found
+
+
+def test_ranks_wait_for_each_other_in_a_forward_only_where_weights_are_divided(start):
+    """And there none waits for ever."""
+    _, ranks = start(waiting_for_each_other)
+    for found in ranks:
+        (seen, rows), (divided, rows_divided) = found[1], found[3]
+        assert len(seen) == 4 and not any(seen) and all(divided), found
+        for one, two in zip(rows, rows_divided, strict=True):
+            assert one == pytest.approx(two, rel=1e-4)
 
 
 # Going on
@@ -408,7 +506,7 @@ def test_another_stage_is_refused_by_name(tmp_path):
     require_division(None, two, tmp_path)
 
 
-QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (by_share,))
+QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (by_share,), (one_at_a_time, (1,)), (waiting_for_each_other,))
 
 
 # Work for every rank

@@ -66,7 +66,7 @@ def trainer(folder, stage, *, offload=False, poisoned=None, variant="dflash-shif
     settings = TrainConfig(**{"batch_size": 4, "micro_batch_size": 1, "steps": 6, "origins": 3, "lr": 1e-3, "save_every": 2, "log_every": 1, "depth_exposure": 2,
                               "precision": "float32", "validate_every": 1} | train)
     folder.mkdir(parents=True, exist_ok=True)
-    drafter = make_drafter(variant, target, dtype=torch.float32).train()
+    drafter = make_drafter(variant, target, dtype=torch.float32, shape=shape).train()
     last, best = last_of(folder / "checkpoints"), best_of(folder / "checkpoints")
     log = MetricLog(folder, LogConfig(mode="disabled"), name="test", config={}, start=last.step if last else 0, best=best.step if best else None)
     source = source or Samples(target, shape_of(variant, target).reads, poisoned)

@@ -48,12 +48,14 @@ class _GradientInForward(torch.autograd.Function):
 def over_rows(function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_weights: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
     """(sum of losses, sum of metrics) of function(*rows) in chunks of rows; `head_weights` are the parameters that the function reads, trained or not.
 
-    All ranks run as many chunks, empty ones at the end: under ZeRO-3 each of them may gather weights. There the weights are
-    whole inside the function alone, so that trained ones are recomputed chunk by chunk in the backward pass.
+    Where ZeRO-3 has divided the head's weights each chunk gathers them, so that all ranks run as many, empty ones at the end.
+    There the weights are whole inside the function alone: trained ones are recomputed chunk by chunk in the backward pass.
     """
-    chunks = most_over_ranks(max(-(-len(rows[0]) // chunk), 1))
+    chunks = max(-(-len(rows[0]) // chunk), 1)
+    if any(divided(weight) for weight in head_weights):
+        chunks = most_over_ranks(chunks)
     trained = [tensor for tensor in (*rows, *head_weights) if tensor.requires_grad]
-    if torch.is_grad_enabled() and trained and not any(hasattr(tensor, "ds_id") for tensor in trained):
+    if torch.is_grad_enabled() and trained and not any(divided(tensor) for tensor in trained):
         return _GradientInForward.apply(function, chunk, chunks, len(rows), *rows, *head_weights)
     total, metrics = None, None
     for start in range(0, chunks * chunk, chunk):
@@ -62,6 +64,11 @@ def over_rows(function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_
         total = loss if total is None else total + loss
         metrics = measured if metrics is None else metrics + measured
     return total, metrics
+
+
+def divided(tensor: Tensor) -> bool:
+    """Whether ZeRO-3 has divided a weight over the ranks, which DeepSpeed notes on it."""
+    return hasattr(tensor, "ds_id")
 
 
 def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights: Tensor, *, max_rows: int, head_weights: tuple[Tensor, ...] = (),

@@ -21,6 +21,7 @@ from dloop_train.phases import artifacts
 from dloop_train.phases.cache import row_bytes
 from dloop_train.phases.train import finished, settings_of
 from dloop_train.runs import Artifact, key_of, require_same
+from dloop_train.targets.responders import Remote
 from dloop_train.targets.sources import as_dtype, cache_folder, default_device, random_config, revision_of, spec_of
 from dloop_train.targets.target import require_taps
 from dloop_train.training.accounting import StepCost, expected_counts, mean_logit_passes, mean_stages, online_flops, step_cost
@@ -40,14 +41,14 @@ class PhaseLine:
 
     name: str
     state: str
-    """complete | partial | absent"""
+    """complete | partial | absent, or - where it leaves nothing"""
     action: str
     key: str
     folder: Path
 
 
 @dataclass(frozen=True)
-class Counts:
+class DataCounts:
     """Samples and tokens. Measured ones come from manifests; the others are bounds from the settings."""
 
     samples: int
@@ -68,8 +69,6 @@ class DrafterEstimate:
     """A rank's loop-aware step."""
     base_step: StepCost
     """A rank's step of the base recipe, where such steps come first."""
-    target_bytes: float
-    """The target's weights."""
     online_flops: float
     """What the target would do for a rank's step, were its features read inside the step instead of from disk."""
 
@@ -80,7 +79,7 @@ class Estimate:
 
     phases: list[PhaseLine]
     prompts: str
-    counts: Counts | None
+    counts: DataCounts | None
     spec: TargetSpec
     target_parameters: int
     row_bytes: int
@@ -199,18 +198,18 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
 # Counts
 
 
-def counts(config: Config, samples: int | None) -> Counts | None:
+def counts(config: Config, samples: int | None) -> DataCounts | None:
     """From the manifests of complete artifacts, else at most what the settings allow for so many samples."""
     longest, most = config.generate.max_prompt_tokens + config.generate.max_new_tokens, config.train.max_length
     responses, features = artifacts.responses(config), artifacts.features(config)
     if responses.complete:
         facts = responses.facts()
         stored = features.facts()["tokens"] if features.complete else facts["tokens"]
-        return Counts(facts["prompts"], facts["tokens"] - facts["response_tokens"], facts["response_tokens"], stored,
+        return DataCounts(facts["prompts"], facts["tokens"] - facts["response_tokens"], facts["response_tokens"], stored,
                       measured=features.complete or longest <= most)
     if samples is None:
         return None
-    return Counts(samples, samples * config.generate.max_prompt_tokens, samples * config.generate.max_new_tokens, samples * min(longest, most), measured=False)
+    return DataCounts(samples, samples * config.generate.max_prompt_tokens, samples * config.generate.max_new_tokens, samples * min(longest, most), measured=False)
 
 
 def num_training_prompts(config: Config) -> int | None:
@@ -241,15 +240,20 @@ def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, s
     train = config.train
     micro_batches = -(-train.batch_size // (train.micro_batch_size * ranks))
     read = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
-    held = sum(parameter.numel() for parameter in model.parameters()) * as_dtype(config.target.dtype).itemsize
-    source = {"target_flops": read, "target_bytes": held} if config.features.source == "online" else {"row_bytes": row_bytes}
+    online, of_one_kind = config.features.source == "online", as_dtype(config.target.dtype) == as_dtype(train.precision)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    matrices = 0 if online and of_one_kind else 1 if spec.text_config.get("tie_word_embeddings") else 2
+    source = {"target_flops": read, "target_bytes": numbers * as_dtype(config.target.dtype).itemsize} if online else {"row_bytes": row_bytes}
+    # A validation takes the target that reads the features, if it computes as the drafter does.
+    validating = 0 if train.validate_prompts == 0 or online and of_one_kind else numbers * as_dtype(train.precision).itemsize
 
     def step(recipe: Terms) -> StepCost:
         counts = expected_counts(drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins)
-        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, **source)
+        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, head_matrices=matrices, validating_bytes=validating,
+                         **source)
 
     return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
-                           step(Terms(0)), held, micro_batches * read)
+                           step(Terms(0)), micro_batches * read)
 
 
 def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
@@ -278,7 +282,8 @@ def phase_lines(config: Config) -> list[PhaseLine]:
     """Every phase in order, with what is on disk of it."""
     folder, responses, features = artifacts.run_folder(config), artifacts.responses(config), artifacts.features(config)
     training = key_of(settings_of(config))
-    found = [("generate", state_of(responses), responses.key, responses.folder), ("cache", state_of(features), features.key, features.folder),
+    stored = "-" if config.features.source == "online" else state_of(features)
+    found = [("generate", state_of(responses), responses.key, responses.folder), ("cache", stored, features.key, features.folder),
              ("train", state(finished(config), (folder / "checkpoints" / POINTER).is_file()), training, folder / "checkpoints"),
              ("export", state((folder / "drafter" / "config.json").is_file(), (folder / "drafter.partial").exists()), "-", folder / "drafter"),
              ("evaluate", state((folder / "evaluation" / "settings.json").is_file(), (folder / "evaluation").exists()), "-", folder / "evaluation"),
@@ -297,6 +302,8 @@ def state_of(artifact: Artifact) -> str:
 def action_of(name: str, how_far: str, phases: list[str]) -> str:
     if name not in phases:
         return "not asked for"
+    if how_far == "-":
+        return "nothing to do"  # the target runs in the training step
     if name in ("export", "evaluate") and how_far == "complete":
         return "skipped if still current"  # both look at what they were made from
     if name == "report":
@@ -334,13 +341,13 @@ def as_text(config: Config, estimated: Estimate) -> str:
     if not estimated.fits:
         warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
                         f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root=")
-    parts = ["Settings", *table(settings_rows(config)), "", "Phases", *table(phase_rows(estimated)), "", "Data", *table(data_rows(estimated)), "",
-             "Training", *table(training_rows(config, estimated)), *step_lines(config, estimated.drafter), "", "Time", *table(time_rows(config, estimated)),
+    parts = ["Settings", *aligned(settings_rows(config)), "", "Phases", *aligned(phase_rows(estimated)), "", "Data", *aligned(data_rows(estimated)), "",
+             "Training", *aligned(training_rows(config, estimated)), *step_lines(config, estimated.drafter), "", "Time", *aligned(time_rows(config, estimated)),
              *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
     return "\n".join(parts)
 
 
-def table(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
     """Cells padded to their columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -388,7 +395,8 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
         return [*rows, ["drafter", f"unknown until {config.drafter.init} and the prompts are on this machine"]]
     here = config.drafter.init == "scratch" or local_drafter(config, config.drafter.init) is not None
     source = "" if here else f"; {config.drafter.init} is not on this machine, its size is taken from drafter.released"
-    validated = f", and {size(drafter.target_bytes)} for the target when it validates" if config.train.validate_prompts and config.features.source == "disk" else ""
+    validating = sum(term.held for term in drafter.step.terms if term.name == "validation's target")
+    validated = f"; {size(validating)} of it are the target, there while it validates" if validating else ""
     return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}{source}"],
             ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below{validated}"]]
 
@@ -398,7 +406,7 @@ def step_lines(config: Config, drafter: DrafterEstimate | None) -> list[str]:
     if drafter is None:
         return []
     would = "" if config.features.source == "online" else f"  features=online would add the target's own pass to a step, {drafter.online_flops:.2e} FLOPs, and move no features"
-    return ["", "One training step of a rank", *table(cost_rows(drafter.step)), *filter(None, [would])]
+    return ["", "One training step of a rank", *aligned(cost_rows(drafter.step)), *filter(None, [would])]
 
 
 def cost_rows(cost: StepCost) -> list[list[str]]:
@@ -424,20 +432,26 @@ def bytes_or_nothing(held: float) -> str:
 
 def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     """FLOPs, and seconds at the assumed rate; a bound on tokens makes both a bound."""
-    found, drafter, steps = estimated.counts, estimated.drafter, estimated.steps
-    one, train = estimated.rates[config.target.dtype], estimated.rates[config.train.precision]
-    train *= estimated.ranks if default_device().type == "cuda" else 1  # ranks on a CPU share its cores
-    measured = found is not None and found.measured
-    bound = "" if measured else "at most "
-    states = {line.name: line.state for line in estimated.phases}
-    work = [("generate", estimated.generate_flops, one), ("cache", estimated.cache_flops, one),
-            ("one training step", drafter and estimated.ranks * drafter.step.flops, train),
-            ("train", drafter and estimated.ranks * (drafter.step.flops * (steps - estimated.base_steps) + drafter.base_step.flops * estimated.base_steps), train)]
-    rows = [[name, "unknown", ""] if flops is None else
-            [name, f"{bound}{flops:.2e} FLOPs", "done" if states.get(name) == "complete" else f"{'' if measured else 'up to '}about {duration(flops / (rate * UTILISATION))}"]
-            for name, flops, rate in work]
-    rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s measured here in {dtype}" for dtype, rate in estimated.rates.items())
-    return [*rows, ["target", f"{estimated.target_parameters:,} parameters", ""], ["assumed", f"at {rates} x {UTILISATION} utilisation", ""]]
+    drafter, steps, base_steps = estimated.drafter, estimated.steps, estimated.base_steps
+    measured = estimated.counts is not None and estimated.counts.measured
+    done = {line.name for line in estimated.phases if line.state == "complete"}
+    at_once = estimated.ranks if default_device().type == "cuda" else 1  # all phases use all ranks, but those on a CPU share its cores
+
+    def timed(name: str, flops: float | None, dtype: str) -> list[str]:
+        if flops is None:
+            return [name, "unknown", ""]
+        seconds = flops / (estimated.rates[dtype] * at_once * UTILISATION)
+        return [name, f"{'' if measured else 'at most '}{flops:.2e} FLOPs", "done" if name in done else f"{'' if measured else 'up to '}about {duration(seconds)}"]
+
+    answered = ["generate", "servers answer the training prompts", "done" if "generate" in done else ""]
+    read = ["cache", "nothing: the target runs in the training step", ""]
+    step, base = (estimated.ranks * cost.flops for cost in (drafter.step, drafter.base_step)) if drafter else (None, None)
+    return [answered if isinstance(config.responder, Remote) else timed("generate", estimated.generate_flops, config.target.dtype),
+            read if config.features.source == "online" else timed("cache", estimated.cache_flops, config.target.dtype),
+            timed("one training step", step, config.train.precision),
+            timed("train", drafter and step * (steps - base_steps) + base * base_steps, config.train.precision),
+            ["target", f"{estimated.target_parameters:,} parameters", ""],
+            ["assumed", f"at {', '.join(f'{rate / 1e12:.3g} TFLOP/s measured here in {dtype}' for dtype, rate in estimated.rates.items())} x {UTILISATION} utilisation", ""]]
 
 
 def size(num_bytes: float) -> str:

@@ -99,7 +99,7 @@ class Validator:
         settings, parameter = self.config.train, next(drafter.parameters())
         unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), max_rows=settings.loss_rows)
         sums: dict = {}
-        for start in range(0, len(self.responses), world_size()):  # every rank runs as many, since losses agree on their chunks
+        for start in range(0, len(self.responses), world_size()):  # every rank runs as many and has the same sums, if with nothing in them
             at = start + rank()
             response = self.responses[at % len(self.responses)]
             batch = self.text(response).to(parameter.device, parameter.dtype)

@@ -1,7 +1,7 @@
 """Accounting: FLOPs, bytes and peak memory of one training step, term by term, from the settings and the drafter's sizes."""
 
 from dataclasses import dataclass
-from math import comb
+from math import exp, lgamma, log, log1p
 
 import torch
 
@@ -11,6 +11,7 @@ from dloop_train.drafters.attention import QUERIES, Sight
 from dloop_train.drafters.base import Drafter, Flops, Work, linear_flops
 from dloop_train.drafters.layers import DecoderLayer, RMSNorm
 from dloop_train.training.anchors import Origins, supervised
+from dloop_train.training.engine import bucket_of
 from dloop_train.training.unroll import Terms
 from dloop_train.types import TargetSpec
 
@@ -63,11 +64,13 @@ class StepCost:
         return sum(term.moved for term in self.terms)
 
 
-def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
-              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0) -> StepCost:
+def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
+              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0, head_matrices: int = 2,
+              validating_bytes: float = 0.0) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
-    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights.
+    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights;
+    `head_matrices` how many of embedding and head are held beside them; `validating_bytes` the weights of a target that comes for validations.
     """
     element = 2 if train.precision == "bfloat16" else 4
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
@@ -78,32 +81,77 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "Counts", train: Tra
     terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
               for name, stage in dict.fromkeys([*work, *held])]
     working = working_space(drafter, counts, held, train.loss_rows, element)
-    terms += [Term("working space", held=working), Term("target's embedding and head", held=2 * target.vocab_size * target.hidden_size * element)]
+    terms += [Term("working space", held=working), Term("target's embedding and head", held=head_matrices * target.vocab_size * target.hidden_size * element)]
+    terms += [Term("validation's target", held=validating_bytes)] if validating_bytes else []
     return StepCost((*terms, *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working)))
 
 
 def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float) -> list[Term]:
-    """Weights, gradients and optimiser of a rank. Gradients of a single micro-batch, and the fp32 copies of bf16 ones, take the place that the graph [bytes] leaves."""
+    """Weights, gradients and optimiser of a rank. What comes before and after the graph [bytes] of a micro-batch takes the place that it leaves."""
     numbers = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    held = state_bytes(trained, precision=precision, stage=deepspeed.stage, offload=deepspeed.offload, ranks=ranks)
+    states = states_of(numbers, trained, precision=precision, deepspeed=deepspeed, ranks=ranks, micro_batches=micro_batches)
     element, updated = 2 if precision == "bfloat16" else 4, trained / (ranks if deepspeed.stage >= 1 else 1)
     # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
     travels = (ranks - 1) / ranks * trained * element
     gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
-    standing, late = (held["gradients"] if micro_batches > 1 else 0.0), (held["gradients"] if micro_batches == 1 else 0.0) + updated * (4 if element == 2 else 0)
-    return [Term("weights", held=held["weights"] + (numbers - trained) * element, moved=gathered),
-            Term("gradients", held=standing + max(0.0, late - graph), moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
-            Term("optimiser", forward=UPDATE_FLOPS * updated, held=held.get("optimiser", 0.0), moved=UPDATE_BYTES * updated)]
+    early = max(0.0, states.arriving - graph)
+    late = max(0.0, states.late - graph - states.gathered - early)
+    return [Term("weights", held=states.weights + states.gathered + early, moved=gathered),
+            Term("gradients", held=states.gradients + late, moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
+            Term("gradients' bucket", held=states.bucket),
+            Term("optimiser", forward=UPDATE_FLOPS * updated, held=states.optimiser, moved=UPDATE_BYTES * updated)]
 
 
-def state_bytes(parameters: int, *, precision: str, stage: int, offload: bool, ranks: int) -> dict[str, float]:
-    """Weights, gradients and optimiser states of a rank: ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3."""
-    element = 2 if precision == "bfloat16" else 4
-    optimiser = 8 + (4 if precision == "bfloat16" else 0)  # two Adam moments, and the fp32 master weights of bf16
-    share = {name: ranks if stage >= least else 1 for name, least in (("optimiser", 1), ("gradients", 2), ("weights", 3))}
-    return {"weights": parameters * element / share["weights"], "gradients": parameters * element / share["gradients"],
-            "optimiser (on the host)" if offload else "optimiser": parameters * optimiser / share["optimiser"]}
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes that weights, gradients and optimiser take of a rank's accelerator, as DeepSpeed's optimisers hold them."""
+
+    weights: float
+    gathered: float = 0.0
+    """Whole weights while the layers compute, where each rank has a part of them."""
+    arriving: float = 0.0
+    """Their copies on the way, when there is no graph yet."""
+    optimiser: float
+    """Two moments in fp32, and the fp32 weights that it moves."""
+    gradients: float
+    """While the graph of the last micro-batch stands: what is there between steps too, and what the micro-batches before have left."""
+    bucket: float = 0.0
+    """Gradients that wait to be reduced together."""
+    late: float
+    """More when that graph is gone: the last micro-batch's gradients, and what reducing them or the update needs, whichever is more."""
+
+
+def states_of(numbers: int, trained: int, *, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int) -> States:
+    """Of so many parameters. ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3.
+
+    A case for each optimiser that DeepSpeed takes. With offload, gradients are counted as if they waited here.
+    """
+    stage, low, one = deepspeed.stage, precision == "bfloat16", micro_batches == 1
+    element, part, bucket = 2 if low else 4, trained / ranks, bucket_of(trained)
+    optimiser = 0.0 if deepspeed.offload else (12 if low or stage else 8) * (part if stage else trained)
+    root = 0.0 if deepspeed.offload else 4 * (part if stage else trained)  # AdamW takes the root of all second moments at once
+    if stage == 0:
+        copies = 4 * trained if low else 0  # of bf16 gradients in fp32, beside them
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one else element * trained,
+                      late=element * trained * one + max(element * min(trained, REDUCED), copies + root))
+    if stage == 1 and low and not deepspeed.offload:  # adds up in fp32, sends in bf16
+        return States(weights=2 * numbers, optimiser=optimiser, gradients=(4 if one else 6) * trained, late=2 * trained * one + max(2 * trained, root))
+    if stage == 1:
+        waiting = 4 * bucket  # gone before the update
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one else 4 * trained, bucket=waiting,
+                      late=4 * trained * one + max(0.0, 4 * part - waiting))
+    if stage == 2:
+        waiting = 2 * element * bucket  # copied to be sent; gone before the update
+        copies = 0 if low else 4 * part  # in fp32 the sum is made anew, instead of added to
+        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one and not low else 4 * part, bucket=waiting, late=max(0.0, copies + root - waiting))
+    gathered, arriving = (element * min(numbers, most) if ranks > 1 or deepspeed.offload else 0.0 for most in (GATHERED, FETCHED))
+    return States(weights=0.0 if deepspeed.offload else element * numbers / ranks, gathered=gathered, arriving=arriving, optimiser=optimiser,
+                  gradients=4 * part, bucket=element * bucket, late=2 * root)  # and a copy of the gradients
+
+
+REDUCED, FETCHED, GATHERED = 5 * 10**8, 5 * 10**7, 10**9
+"""Numbers that DeepSpeed reduces in one go at stage 0; that it fetches in one go, and keeps gathered, at stage 3: its defaults."""
 
 
 def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, length: float) -> float:
@@ -121,7 +169,7 @@ def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, le
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """How many of everything a micro-batch computes with, padding included: what is padded is multiplied too."""
 
     sequences: int
@@ -135,7 +183,7 @@ class Counts:
     """Supervised slots of each stage; 0 where it carries no loss."""
 
 
-def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: float, origins: int) -> Counts:
+def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: float, origins: int) -> StepCounts:
     """Of a micro-batch whose sequences have all the origins asked for, each with room for every stage.
 
     Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
@@ -152,10 +200,10 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
     for count in branches:
         rows = length * (groups + 1) / (2 * groups) * count / (count + 1)  # the last of so many places
         looks.append(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers))
-    return Counts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
+    return StepCounts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
 
 
-def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> Counts:
+def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> StepCounts:
     """Of a micro-batch at hand, where masks are dense; FlexAttention's blocks are finer."""
     sequences, length = batch.features.shape[:2]
     first = torch.zeros_like(origins.position) if batch.first is None else batch.first.gather(1, origins.position)
@@ -168,7 +216,7 @@ def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms
         picked = supervised(batch, origins.position, stage, drafter.k) * terms.branches(stage, origins.depth)[..., None]
         # A stage that carries loss and has no supervised slot runs one of weight zero.
         rows.append(max(float(picked.sum()), 1.0) if terms.of_stage(stage) else 0.0)
-    return Counts(sequences, length, tuple(branches), tuple(looks), tuple(rows))
+    return StepCounts(sequences, length, tuple(branches), tuple(looks), tuple(rows))
 
 
 def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
@@ -186,9 +234,12 @@ def looked_at(sight: Sight, branches: int, ahead: list[int], window: int | None)
 
 def most_of(sequences: int, origins: int, share: float) -> float:
     """The largest, on average, of as many draws as there are sequences, each of how many origins out of all have a chance of `share`."""
+    if share in (0.0, 1.0):
+        return origins * share
     below, most = 0.0, 0.0
     for count in range(origins):
-        below += comb(origins, count) * share**count * (1 - share) ** (origins - count)
+        ways = lgamma(origins + 1) - lgamma(count + 1) - lgamma(origins - count + 1)  # as a logarithm: of thousands of origins they are more than a float holds
+        below += exp(ways + count * log(share) + (origins - count) * log1p(-share))
         most += 1 - min(below, 1.0) ** sequences
     return most
 
@@ -227,7 +278,7 @@ class Again:
     """Logits of a trained head, which ZeRO-3 must gather again."""
 
 
-def forward_backward(drafter: Drafter, counts: Counts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
+def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
     """The products of a micro-batch by (term, stage).
 
     Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. The loss takes
@@ -267,7 +318,7 @@ def trained_head(flops: Flops) -> float:
 # Memory
 
 
-def held_for_backward(drafter: Drafter, counts: Counts, element: int, again: Again = Again()) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
+def held_for_backward(drafter: Drafter, counts: StepCounts, element: int, again: Again = Again()) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
     """Bytes that a micro-batch's graph keeps until its backward pass, by (term, stage).
 
     Counted are the tensors that autograd saves in eager mode; small ones (positions, masks, tables of rotary positions)
@@ -326,7 +377,7 @@ def pairing_bytes(drafter: Drafter, element: int) -> int:
     return (2 * drafter.shape.target_hidden_size * element + sum(norm_bytes(norm, element) for norm in norms)) if passes_on else 0
 
 
-def working_space(drafter: Drafter, counts: Counts, held: dict[tuple[str, int], float], loss_rows: int, element: int) -> float:
+def working_space(drafter: Drafter, counts: StepCounts, held: dict[tuple[str, int], float], loss_rows: int, element: int) -> float:
     """What comes and goes on top of the graph when most is held: a stage's chunk of logits, or a pass's scores, whichever is more.
 
     A stage's loss comes when the graph of later stages is not there yet, or no more.

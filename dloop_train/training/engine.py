@@ -22,7 +22,7 @@ from dloop_train.drafters.base import Drafter
 from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
 from dloop_train.runs import keep_rows
 from dloop_train.training.anchors import Origins, draw_origins
-from dloop_train.training.metrics import MetricLog, add_sums, reduce_sums
+from dloop_train.training.metrics import MetricLog, Sums, add_sums, reduce_sums
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, Last, best_of, gathered, last_of
 from dloop_train.training.unroll import TERMS, Terms, Unroll
@@ -67,9 +67,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a step's forward passes need, drawn before the first of them."""
+    """What a step's micro-batches need, drawn before the first of them. None of it lies on the device yet."""
 
     batches: list[TextBatch]
+    """As read; each leaves the list with its turn."""
+    texts: list[TextBatch]
+    """The same as they are trained on, padded or packed, without features."""
     origins: list[Origins]
     tokens: int
     """Of this rank's samples, without padding."""
@@ -202,24 +205,26 @@ class Trainer:
 
     def prepare(self, waiting: Future) -> Prepared:
         started = time.perf_counter()
-        read = waiting.result()
+        batches = waiting.result()
         wait = time.perf_counter() - started
-        batches = [self.source.ready(batch, self.device, self.dtype) for batch in read]
-        batches = [packed(batch) for batch in batches] if self.settings.pack else batches
+        texts = [self.laid_out(featureless(batch)) for batch in batches]
         share = self.plan.shares(self.step, world_size())[rank()]
-        origins = [draw_origins(batch, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
-                                seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for batch in batches]
+        origins = [draw_origins(text, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
+                                seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for text in texts]
         origins = [o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)]
-        return Prepared(batches, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait)
+        return Prepared(batches, texts, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait)
+
+    def laid_out(self, batch: TextBatch) -> TextBatch:
+        return packed(batch) if self.settings.pack else batch
 
     def agree(self, prepared: Prepared) -> Agreed:
         """Sum over ranks what the loss is divided by, and hear what the first rank wants."""
         unroll = self.engine.module
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
-        weights = sum(unroll.weights(batch, origins) for batch, origins in zip(prepared.batches, prepared.origins, strict=True))
+        weights = sum(unroll.weights(text, origins) for text, origins in zip(prepared.texts, prepared.origins, strict=True))
         origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
         stop = rank() == 0 and (self.run_folder / STOP).exists()
-        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, stop]).to(weights)]))
+        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, stop]).to(weights)]).to(self.device))
         tokens, origins, stop = both[len(TERMS):].tolist()
         return Agreed(both[:len(TERMS)], tokens, origins, bool(stop))
 
@@ -228,19 +233,16 @@ class Trainer:
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
-        scale = world_size() * len(prepared.batches)
-        sums, losses, norm = {}, [], None
-        for turn, (batch, origins) in enumerate(zip(prepared.batches, prepared.origins, strict=True), 1):
-            self.engine.set_gradient_accumulation_boundary(turn == len(prepared.batches))
-            result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
-            losses.append(result.loss.detach())
-            # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
-            self.engine.backward(result.loss * torch.where(losses[-1].isfinite(), scale, math.nan))
-            if not self.guarded and turn == len(prepared.batches):
+        turns, sums, losses, norm = len(prepared.origins), {}, [], None
+        for turn, origins in enumerate(prepared.origins, 1):
+            self.engine.set_gradient_accumulation_boundary(turn == turns)
+            # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
+            loss, measured = self.run_turn(prepared.batches.pop(0), origins, agreed, scale=world_size() * turns)
+            losses.append(loss)
+            if not self.guarded and turn == turns:
                 norm = self.checked_norm()
             self.engine.step()
-            sums = add_sums(sums, result.sums)
+            sums = add_sums(sums, measured)
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         if not math.isfinite(norm):
             self.skip(prepared, losses)
@@ -249,6 +251,16 @@ class Trainer:
         means = reduce_sums(sums)
         loss = sum(self.engine.module.terms.share(term) * (means.get(f"weighted_loss_{term}") or 0.0) for term in TERMS)
         return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
+
+    def run_turn(self, batch: TextBatch, origins: Origins, agreed: Agreed, *, scale: int) -> tuple[Tensor, Sums]:
+        """Forward and backward of one micro-batch: its loss and sums. Its features come to the device here, and leave it with the return."""
+        batch = self.laid_out(self.source.ready(batch, self.device, self.dtype))
+        origins = Origins(origins.position.to(self.device), origins.depth.to(self.device))
+        result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
+        loss = result.loss.detach()
+        # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
+        self.engine.backward(result.loss * torch.where(loss.isfinite(), scale, math.nan))
+        return loss, result.sums
 
     def checked_norm(self) -> float:
         """The norm of gradients that all ranks have summed already; those that are not finite are dropped, and the optimiser has nothing to do."""
@@ -260,7 +272,7 @@ class Trainer:
 
     def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:
         """Count a step that changed nothing, note whose samples it had, and stop the run when there are too many."""
-        mine = [{"samples": list(batch.ids), "finite": bool(loss.isfinite())} for batch, loss in zip(prepared.batches, losses, strict=True)]
+        mine = [{"samples": list(text.ids), "finite": bool(loss.isfinite())} for text, loss in zip(prepared.texts, losses, strict=True)]
         row = {"step": self.step + 1, "micro_batches": [micro for rows in gather_over_ranks(mine) for micro in rows]}
         self.standing = replace(self.standing, step=self.step + 1, skipped=self.standing.skipped + 1, skipped_in_a_row=self.standing.skipped_in_a_row + 1)
         path = self.run_folder / SKIPPED
@@ -330,6 +342,12 @@ def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
     return ""
 
 
+def featureless(batch: TextBatch) -> TextBatch:
+    """What of a batch says which origins it has and what they weigh."""
+    nothing = batch.features.new_empty(*batch.tokens.shape, 0)  # no view, which would keep the features alive
+    return replace(batch, features=nothing, last_hidden=nothing)
+
+
 def twin_of(drafter: Drafter) -> Drafter:
     """A copy that shares the target's head."""
     return copy.deepcopy(drafter, {id(drafter.head): drafter.head})
@@ -346,7 +364,7 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
     import deepspeed
     trained = [parameter for parameter in unroll.parameters() if parameter.requires_grad]
     config = {"train_micro_batch_size_per_gpu": settings.micro_batch_size, "gradient_accumulation_steps": accumulation, "gradient_clipping": settings.clip,
-              "steps_per_print": 10**9, "zero_optimization": zero_of(deepspeed_settings), "bf16": {"enabled": settings.precision == "bfloat16"},
+              "steps_per_print": 10**9, "zero_optimization": zero_of(deepspeed_settings, sum(parameter.numel() for parameter in trained)), "bf16": {"enabled": settings.precision == "bfloat16"},
               "checkpoint": {"load_universal": universal},
               "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, settings.beta2], "weight_decay": settings.weight_decay, "torch_adam": True}}}
     if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
@@ -356,10 +374,19 @@ def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: Deep
     return engine
 
 
-def zero_of(settings: DeepSpeedConfig) -> dict:
-    zero = {"stage": settings.stage}
+def zero_of(settings: DeepSpeedConfig, trained: int) -> dict:
+    zero = {"stage": settings.stage, "reduce_bucket_size": bucket_of(trained)}
     if settings.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if settings.offload and settings.stage == 3:
         zero["offload_param"] = {"device": "cpu"}
     return zero
+
+
+BUCKET = 10**8
+"""Gradients that ZeRO reduces together, at most. DeepSpeed's default, five times as many, takes as much memory as a drafter's weights."""
+
+
+def bucket_of(trained: int) -> int:
+    """The numbers that ZeRO's bucket has room for."""
+    return min(trained, BUCKET)

@@ -29,7 +29,7 @@ from dloop_train.config import CONF, Config, DeepSpeedConfig, TrainConfig, check
 from dloop_train.data.batches import TextBatch, collate, packed
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
-from dloop_train.phases.plan import cost_rows, measure_rate, size, table
+from dloop_train.phases.plan import aligned, cost_rows, measure_rate, size
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import as_dtype, default_device, random_config, spec_of
 from dloop_train.training.accounting import StepCost, counts_of, step_cost
@@ -302,8 +302,8 @@ def main(words: Sequence[str] | None = None) -> None:
         if wanted.terms:
             for way in ways:
                 if way.cost:
-                    print("\n".join([f"{family} {way.name}", *table(cost_rows(way.cost))]))
-    print("\n".join(["", *table(ratios), *dict.fromkeys(notes)]))
+                    print("\n".join([f"{family} {way.name}", *aligned(cost_rows(way.cost))]))
+    print("\n".join(["", *aligned(ratios), *dict.fromkeys(notes)]))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-<<<<<<< HEAD
-from safetensors import SafetensorError
-=======
 from conftest import shape_of, tiny_config
->>>>>>> def0f7df0f8b7e25e7a0aede3c05859357979c48
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,13 +26,9 @@ from dloop_train.data.batches import micro_batches
 from dloop_train.phases.train import require_division
 from dloop_train.ranks import peak_memory
 from dloop_train.runs import read_jsonl
-<<<<<<< HEAD
-from dloop_train.training.engine import TIMED, Agreed, Standing, Trainer, Validation, Window, too_many_skipped
-=======
 from dloop_train.targets.sources import load_target
 from dloop_train.training import engine
-from dloop_train.training.engine import TIMED, Validation
->>>>>>> def0f7df0f8b7e25e7a0aede3c05859357979c48
+from dloop_train.training.engine import TIMED, Agreed, Standing, Trainer, Validation, Window, too_many_skipped
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 

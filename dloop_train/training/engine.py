@@ -332,7 +332,6 @@ class Trainer:
         return 0 < self.settings.patience <= self.standing.worse
 
 
-<<<<<<< HEAD
 def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
     """How many steps were skipped and how many may be, where that is more."""
     if standing.skipped_in_a_row > settings.max_skipped:
@@ -341,12 +340,12 @@ def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
         return (f"{standing.skipped} of {standing.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
                 f"train.max_skipped_share={settings.max_skipped_share} allow fewer")
     return ""
-=======
+
+
 def featureless(batch: TextBatch) -> TextBatch:
     """What of a batch says which origins it has and what they weigh."""
     nothing = batch.features.new_empty(*batch.tokens.shape, 0)  # no view, which would keep the features alive
     return replace(batch, features=nothing, last_hidden=nothing)
->>>>>>> def0f7df0f8b7e25e7a0aede3c05859357979c48
 
 
 def twin_of(drafter: Drafter) -> Drafter:

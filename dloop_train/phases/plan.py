@@ -419,6 +419,8 @@ def cost_rows(cost: StepCost) -> list[list[str]]:
         forward, backward, held, moved = (sum(getattr(term, field) for term in terms) for field in ("forward", "backward", "held", "moved"))
         weights = [term.flops or term.held for term in terms]
         shares = " ".join(f"{100 * weight / (sum(weights) or 1.0):.0f}" for weight in weights) if len(terms) > 1 else ""
+        if not any((forward, backward, held, moved)):
+            continue
         rows.append([name, number(forward), number(backward), f"{100 * (forward + backward) / whole:.1f} %" if forward else "", bytes_or_nothing(held), bytes_or_nothing(moved), shares])
     return [*rows, ["all", *(number(sum(getattr(term, field) for term in cost.terms)) for field in ("forward", "backward")), "100 %", size(cost.peak), bytes_or_nothing(cost.moved), ""]]
 

@@ -139,7 +139,8 @@ def gate_scores(records: Sequence[Replay]) -> dict:
 
 def settings_of(config: Config) -> dict:
     """What scores and thresholds are chosen by."""
-    return {"gate": {"kind": type(config.gate).__name__, **asdict(config.gate)}, "evaluate.thresholds": config.evaluate.thresholds, "train.validate_prompts": config.train.validate_prompts}
+    return {"gate": {"kind": type(config.gate).__name__, **asdict(config.gate)}, "evaluate.thresholds": config.evaluate.thresholds, "train.validate_prompts": config.train.validate_prompts,
+            "greedy answers": artifacts.greedy(config).key}
 
 
 def require_same_validation(config: Config) -> None:

@@ -141,7 +141,7 @@ def test_the_target_is_counted_as_often_as_it_is_there(tmp_path):
     terms, parameters, row, peak = held(tmp_path, "++train.precision=bfloat16")
     assert terms["validation's target"] == 2 * parameters and terms["target's embedding and head"] == 2 * 260 * 32  # tied
     assert row == f"about {plan.size(peak)} at most, term by term below; {plan.size(2 * parameters)} of it are the target, there while it validates"
-    silent, *_, row, without = held(tmp_path, "++train.precision=bfloat16", "++train.validate_prompts=0", "gate.threshold=-0.5")
+    silent, *_, row, without = held(tmp_path, "++train.precision=bfloat16", "++train.validate_prompts=0", "++gate.threshold=-0.5")
     assert "validation's target" not in silent and "validates" not in row and peak - without == pytest.approx(2 * parameters)
     online, *_ = held(tmp_path, "features=online", "++train.precision=float32", "++target.dtype=float32")
     assert online["target's embedding and head"] == 0 and "validation's target" not in online and online["target features"] > 4 * parameters

@@ -258,7 +258,7 @@ def test_tokens_of_the_next_stage_are_counted_where_the_stages_before_were_whole
     text = list(range(50, 60))
     right = [1, 2, 3, 6, 0, 0, 3, 2, 1, 0]
     drafts = torch.tensor([[text[t + 1 + n] if n < right[t] else 99 for n in range(6)] for t in range(10)])
-    record = judge(drafts, torch.zeros(10, 3), text, k=2, max_new_tokens=10, stops=[2])
+    record = judge(drafts, torch.zeros(10, 3), text, k=2, stages=3, max_new_tokens=10, stops=[2])
     assert record.accepted.tolist() == right
     assert next_stage_tokens([record]) == {"tokens": (0 + 1 + 2) / 3, "positions": 3}
     with pytest.raises(AssertionError):

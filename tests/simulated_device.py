@@ -112,7 +112,8 @@ def simulated():
     with contextlib.ExitStack() as stack:
         for name, patch in patches.items():
             stack.enter_context(mock.patch.object(Tensor, name, patch, create=True))
-        stack.enter_context(mock.patch.multiple(torch.cuda, _lazy_init=lambda: None, is_available=lambda: True, synchronize=lambda device=None: None))
+        stack.enter_context(mock.patch.multiple(torch.cuda, _lazy_init=lambda: None, is_available=lambda: True))
+        stack.enter_context(mock.patch.object(torch.accelerator, "synchronize", lambda device=None: None))
         stack.enter_context(mock.patch.object(torch, "tensor", tensor))
         stack.enter_context(Operations())
         yield

@@ -96,7 +96,7 @@ def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, mo
 
 def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
     """DeepSpeed's own variable holds for the target's device and for the number of ranks."""
-    for module, name, value in ((torch.accelerator, "is_available", True), (torch.accelerator, "device_count", 4), (torch.cuda, "is_available", True)):
+    for module, name, value in ((torch.accelerator, "is_available", True), (torch.accelerator, "device_count", 4), (torch.accelerator, "current_accelerator", torch.device("cuda"))):
         monkeypatch.setattr(module, name, lambda value=value: value)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert (ranks_of_node(0), default_device().type) == (1, "cpu")

@@ -95,8 +95,8 @@ def test_decoding(drafter, target, monkeypatch):
     assert records[0].scores.device.type == "cpu"
     monkeypatch.setattr(costs, "TURNS", 1)
     monkeypatch.setattr(costs, "ROUNDS", 1)
-    synchronise = Mock(wraps=torch.cuda.synchronize)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronise)
+    synchronise = Mock(wraps=torch.accelerator.synchronize)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronise)
     assert costs.measure_costs(target, drafter, PROMPTS, stages=2).plain > 0
     assert synchronise.called  # what is queued has not been done
 

@@ -52,8 +52,8 @@ class Clock:
         self.last = self.now()
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
     def charge(self, part: str) -> None:

@@ -258,14 +258,14 @@ def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, s
 
 def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
     """FLOP/s of square matrix products on this device."""
-    device = default_device().type
-    size = 8192 if device == "cuda" else 1024
+    device = default_device()
+    size = 1024 if device.type == "cpu" else 8192
     matrix = torch.ones(size, size, dtype=as_dtype(dtype), device=device)
 
     def product() -> None:
         torch.mm(matrix, matrix)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     product()  # the first call chooses its kernel
     started, products = time.perf_counter(), 0
@@ -438,7 +438,7 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     drafter, steps, base_steps = estimated.drafter, estimated.steps, estimated.base_steps
     measured = estimated.counts is not None and estimated.counts.measured
     done = {line.name for line in estimated.phases if line.state == "complete"}
-    at_once = estimated.ranks if default_device().type == "cuda" else 1  # all phases use all ranks, but those on a CPU share its cores
+    at_once = 1 if default_device().type == "cpu" else estimated.ranks  # all phases use all ranks, but those on a CPU share its cores
 
     def timed(name: str, flops: float | None, dtype: str) -> list[str]:
         if flops is None:

@@ -44,7 +44,7 @@ def load_tokenizer(config: TargetConfig):
 
 
 def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and accelerators() else "cpu")
+    return torch.accelerator.current_accelerator() if accelerators() else torch.device("cpu")
 
 
 def load_spec(config: TargetConfig) -> TargetSpec:

@@ -99,8 +99,10 @@ start() {
 
 stop() {
     scancel --user=root 2>/dev/null || true
-    for pid in "$folder"/slurmctld.pid; do
-        [[ -s "$pid" ]] && kill "$(<"$pid")" 2>/dev/null || true
+    local controller; controller="$(cat "$folder/slurmctld.pid" 2>/dev/null || true)"
+    for _ in $([[ -n "$controller" ]] && seq 50); do  # it writes its state into the folder to the last
+        kill "$controller" 2>/dev/null || break
+        sleep 0.2
     done
     for node in 1 2; do
         ip netns pids dloop$node 2>/dev/null | xargs --no-run-if-empty kill -9 2>/dev/null || true  # daemons, steps and whatever they started

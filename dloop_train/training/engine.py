@@ -166,9 +166,8 @@ class Trainer:
                     waiting = ahead.submit(self.load, self.step + 1)
                 agreed = self.agree(prepared)
                 metrics = self.run_step(prepared, agreed)
-                self.step_seconds.append(time.perf_counter() - began)
-                if validate is not None and not self.validate_every and len(self.step_seconds) == TIMED:
-                    self.settle_interval()
+                if validate is not None and not self.validate_every:
+                    self.settle_interval(time.perf_counter() - began)
                 window.add(agreed, prepared.wait)
                 bar.update()
                 if metrics is not None:
@@ -290,8 +289,11 @@ class Trainer:
         """Steps between validations; 0 while that is not known yet."""
         return self.settings.validate_every or self.standing.validate_every
 
-    def settle_interval(self) -> None:
-        """By what a step and a validation take on the slowest rank. Decided once and kept in the checkpoints, so that a resumed training validates at the same steps."""
+    def settle_interval(self, step_seconds: float) -> None:
+        """By what steps and a validation take on the slowest rank. Decided once and kept in the checkpoints, so that a resumed training validates at the same steps."""
+        self.step_seconds.append(step_seconds)
+        if len(self.step_seconds) < TIMED:
+            return
         steps = math.ceil(self.standing.validation_seconds / statistics.median(self.step_seconds) * (1 / self.settings.validate_share - 1))
         steps = int(most_over_ranks(max(steps, 1)))
         self.standing = replace(self.standing, validate_every=steps)

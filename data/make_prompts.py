@@ -1,4 +1,4 @@
-"""Make the built-in prompt set: hand-written prompts, filled templates and user turns sampled from the target, in prompts/builtin.jsonl.
+"""Make the built-in prompt set: hand-written prompts, filled templates (here and in more_templates.py) and user turns sampled from the target.
 
 Run `python data/make_prompts.py`; the same script, hand-written and sampled files always give the same bytes.
 """
@@ -11,8 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from more_templates import MORE_TEMPLATES
+
 FOLDER = Path(__file__).parent / "prompts"
 COUNTS = {"math": 1980, "code": 1980, "chat": 1620, "instruction": 1710, "extraction": 1710}
+MORE = 600
+"""Prompts of each category from more_templates.py."""
 TRIES = 30
 
 
@@ -23,9 +27,12 @@ def main():
     rows = {}
     for category, count in COUNTS.items():
         own = [row["content"] for row in handwritten if row["category"] == category]
-        rows[category] = [row_of(category, i, text) for i, text in enumerate(collect(own, category, count, seen, rng))]
+        rows[category] = [row_of(category, i, text) for i, text in enumerate(collect(own, TEMPLATES[category], count, seen, rng))]
+    for category in COUNTS:
+        more = collect([], MORE_TEMPLATES[category], MORE, seen, rng)
+        rows[category] += [row_of(f"{category}-more", i, text, category) for i, text in enumerate(more)]
+        rows[category] += sampled_turns(category, seen)
     prompts = interleave(rows, rng)
-    prompts += sampled_turns(seen)     # behind the others, whose places they leave alone
     check(prompts)
     with open(FOLDER / "builtin.jsonl", "w", encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts)
@@ -33,18 +40,16 @@ def main():
         print(f"{category:12} {split:12} {count}")
 
 
-def collect(handwritten: list[str], category: str, count: int, seen: set[str], rng: Random) -> list[str]:
-    """Every hand-written prompt, then templates in turn until there are `count`; adds to `seen`."""
+def collect(handwritten: list[str], templates: list[str], count: int, seen: set[str], rng: Random) -> list[str]:
+    """Every hand-written prompt, then templates in turn until there are `count`, or none gives a new one; adds to `seen`."""
     prompts = []
     for text in handwritten:
         if normalised(text) in seen:
             raise ValueError(f"handwritten.jsonl holds this prompt twice, remove one: {text!r}")
         seen.add(normalised(text))
         prompts.append(text)
-    templates = list(TEMPLATES[category])
-    while len(prompts) < count:
-        if not templates:
-            raise ValueError(f"the {category} templates give only {len(prompts)} of {count} prompts; add templates or slot words")
+    templates = list(templates)
+    while len(prompts) < count and templates:
         for template in list(templates):
             text = fresh(template, seen, rng)
             if text is None:
@@ -98,8 +103,8 @@ def normalised(text: str) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
 
 
-def row_of(category: str, index: int, text: str) -> dict:
-    name = f"{category}-{index:05d}"
+def row_of(series: str, index: int, text: str, category: str = "") -> dict:
+    name, category = f"{series}-{index:05d}", category or series
     return {"id": name, "category": category, "split": split_of(name), "messages": [{"role": "user", "content": text}]}
 
 
@@ -108,11 +113,11 @@ def split_of(name: str) -> str:
     return "test" if point < 3 else "validation" if point < 6 else "train"
 
 
-def sampled_turns(seen: set[str]) -> list[dict]:
-    """What the target itself said as a user (sample_turns.py), as prompts of the category chat."""
+def sampled_turns(category: str, seen: set[str]) -> list[dict]:
+    """What the target itself wrote as a user (sample_turns.py)."""
     turns = [json.loads(line) for line in (FOLDER / "sampled.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{"id": turn["name"], "category": "chat", "split": split_of(turn["name"]), "messages": [{"role": "user", "content": turn["content"]}]}
-            for turn in turns if normalised(turn["content"]) not in seen]
+    return [{"id": turn["name"], "category": category, "split": split_of(turn["name"]), "messages": [{"role": "user", "content": turn["content"]}]}
+            for turn in turns if turn["category"] == category and normalised(turn["content"]) not in seen]
 
 
 def interleave(rows: dict[str, list[dict]], rng: Random) -> list[dict]:

@@ -1,48 +1,99 @@
-"""Sample user turns from the target: what SmolLM2 itself writes after the header of a user's turn, kept where it reads like a request.
+"""Sample user turns from the target: what SmolLM2 itself writes after the header of a user's turn and an opener, kept where it reads like a request.
 
-    python data/sample_turns.py          # writes prompts/sampled.jsonl, which make_prompts.py appends
+    python data/sample_turns.py [turns]      # appends to prompts/sampled.jsonl, which make_prompts.py mixes in; a second start goes on
 """
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from dloop_train.config import SamplingConfig, TargetConfig, build, option
+from dloop_train.runs import read_jsonl
 from dloop_train.targets.prepack import prepack
 from dloop_train.targets.responders import respond
 from dloop_train.targets.sources import load_target
 
 OUT = Path(__file__).parent / "prompts" / "sampled.jsonl"
-BATCH, BATCHES, SEED = 192, 4, 0
+TURNS, BATCH, SEED = 11520, 192, 0
 SAMPLING = SamplingConfig(temperature=1.0, top_p=0.95, top_k=256)
 LONGEST = 64
-"""Tokens of a turn; longer ones are left out."""
+"""Sampled tokens of a turn; longer ones are left out."""
+PLACEHOLDER = re.compile(r"\[[^\]]*\]|<[^>]*>|\{[^}]*\}|\.\.\.$|_{3,}")
+
+OPENERS = {
+    "chat": [
+        "", "I", "Can you", "What", "Why", "How", "Tell me", "Hi", "My", "Do you think", "What's the difference between", "I'm", "Is it", "Who", "When", "Where",
+        "What are some", "Explain", "How does", "Could you explain", "I've been", "What is the", "Should I", "Please help me", "I want to", "What happens",
+    ],
+    "code": [
+        "Write a Python function", "Write a function", "Create a Python", "Implement", "Write a program", "How do I use", "Write a SQL query", "Create a class", "Write a JavaScript",
+        "Fix the following", "Write a C++ program", "Given a list", "Given a string", "def", "Write a Java", "Build a simple", "Design a", "Write code", "Explain how the following code",
+        "Write a regular expression", "Create an HTML", "How can I sort", "Write a Python script that", "Complete the following function", "Write unit tests",
+        "Return the", "Write a recursive", "Convert the following Python",
+    ],
+    "math": [
+        "A", "If", "Solve", "Calculate", "What is the value of", "Find the", "There are", "John has", "Simplify", "How many", "A rectangle", "The sum of", "Let",
+        "A train", "Compute", "Sarah bought", "A store", "Evaluate", "The average", "In a class of", "What is the probability", "Mary", "A company", "Tom", "Each",
+        "Determine", "A farmer", "Prove that", "The price of", "What percentage",
+    ],
+    "instruction": [
+        "Write a", "Create a", "List", "Give me", "Generate", "Rewrite", "Make a", "Describe", "Compose", "Design a", "Suggest", "Compare", "Write an essay",
+        "Write a short story", "Provide", "Draft an email", "Come up with", "Write a poem", "Outline", "Name", "Imagine", "Plan a", "Develop a", "Act as", "Pretend",
+        "Write a letter", "Write a product description", "Write a blog post", "Propose", "Brainstorm",
+    ],
+    "extraction": [
+        "Extract", "Summarize the following", "Classify", "Translate", "Convert", "Identify", "Sort", "Read the following passage", "Find all", "Correct the grammar",
+        "Given the following text", "Rank", "Which of the following", "Paraphrase", "Edit the following", "Categorize", "Fill in", "Arrange", "Rewrite the sentence",
+        "Summarise", "Determine whether", "Answer the question based on", "Name the", "Turn the following", "Replace", "Choose the", "Reorder", "Count the",
+    ],
+}
 
 
-def main():
+def main(wanted: int) -> None:
+    found = read_jsonl(OUT) if OUT.is_file() else []
+    seen = {normalised(row["content"]) for row in found}
+    start = next_number(found)
     target = prepack(load_target(build(option("target", "smollm2_135m"), TargetConfig, "target")))
     header = header_ids(target.tokenizer)
-    turns = {}
-    for batch in range(BATCHES):
-        names = [f"turn-{batch * BATCH + row:05d}" for row in range(BATCH)]
-        for name, ids in zip(names, respond(target, [header] * BATCH, names, SAMPLING, max_new_tokens=LONGEST, seed=SEED), strict=True):
-            text = target.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            if ids[-1] in target.spec.stop_ids and reads_like_a_request(text):
-                turns.setdefault(normalised(text), {"name": name, "content": text})
-        print(f"batch {batch + 1} of {BATCHES}: {len(turns)} turns")
-    OUT.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in turns.values()), encoding="utf-8")
+    for first in range(start, wanted, BATCH):
+        asked = [(f"{category}-turn-{number:05d}", category, opener) for number in range(first, first + BATCH) for category, opener in [opener_of(number)]]
+        opened = [target.tokenizer(opener, add_special_tokens=False)["input_ids"] for _, _, opener in asked]
+        answers = respond(target, [header + ids for ids in opened], [name for name, _, _ in asked], SAMPLING, max_new_tokens=LONGEST, seed=SEED)
+        with open(OUT, "a", encoding="utf-8", newline="\n") as file:
+            for (name, category, _), begun, ids in zip(asked, opened, answers, strict=True):
+                text = target.tokenizer.decode(begun + ids, skip_special_tokens=True).strip()
+                if ids[-1] in target.spec.stop_ids and reads_like_a_request(text) and normalised(text) not in seen:
+                    seen.add(normalised(text))
+                    found.append({"name": name, "category": category, "content": text})
+                    file.write(json.dumps(found[-1], ensure_ascii=False) + "\n")
+        print(f"{first + BATCH} of {wanted} sampled, {len(found)} kept", flush=True)
+
+
+def opener_of(number: int) -> tuple[str, str]:
+    """The categories in turn, and within each its openers in turn."""
+    category = list(OPENERS)[number % len(OPENERS)]
+    openers = OPENERS[category]
+    return category, openers[number // len(OPENERS) % len(openers)]
+
+
+def next_number(found: list[dict]) -> int:
+    """Where the batches that are done end."""
+    last = max((int(row["name"].rpartition("-")[2]) for row in found), default=-1)
+    return (last // BATCH + 1) * BATCH
 
 
 def header_ids(tokenizer) -> list[int]:
     """Everything that stands before the user's words in a rendered conversation."""
-    marker = "THE-USER-SPEAKS"
+    marker = "USER-TURN"
     text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
     return tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"]
 
 
 def reads_like_a_request(text: str) -> bool:
     """Five words or more of plain English without placeholders, whole to its last character."""
-    return bool(len(text.split()) >= 5 and text.isascii() and text.isprintable() and text[0].isupper() and text[-1] in ".?!" and not re.search(r"[\[\]{}<>|]", text))
+    plain = text.replace("\n", " ")
+    return bool(len(text.split()) >= 5 and plain.isascii() and plain.isprintable() and text[-1] in ".?!:`\")" and not PLACEHOLDER.search(text))
 
 
 def normalised(text: str) -> str:
@@ -50,4 +101,4 @@ def normalised(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else TURNS)

@@ -13,8 +13,10 @@ from dloop_train.config import CONF, build, option
 from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Always, DLoop, Gate, Never, log_probability
 from dloop_train.decoding.loop import Emission, clip, decode
-from dloop_train.decoding.replay import replay, walk_gate, walk_oracle
+from dloop_train.decoding.replay import compare, replay, walk_gate, walk_longest, walk_oracle
 from dloop_train.phases.evaluate import parting_gap
+from dloop_train.phases.replaying import full_acceptance, sweep
+from dloop_train.phases.validation import gate_scores
 from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
@@ -64,8 +66,7 @@ def test_replay_is_live(gate, variant, taught, taught_target):
         record = replay(taught_target, drafter, prompt, text, stages=min(2, gate.max_stages), deepest=gate.max_stages, floor=gate.floor([]), max_new_tokens=LENGTH,
                         temperature=gate.temperature, branches=7)
         walked = walk_gate(record, gate)
-        assert [(r.stages, r.drafted, r.emitted) for r in walked] == [(r.stages, r.drafted, r.emitted) for r in live]
-        assert [r.accepted for r in walked][:-1] == [r.accepted for r in live][:-1]  # live sees past the end of the text in the last round
+        assert [(r.stages, r.drafted, r.accepted, r.emitted) for r in walked] == [(r.stages, r.drafted, r.accepted, r.emitted) for r in live]
         for a, b in zip(walked, live, strict=True):
             if gate.needs_scores:
                 assert a.scores == pytest.approx(b.scores, abs=1e-4)
@@ -84,7 +85,7 @@ def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_t
     for threshold in (floor, 0.5 * floor, -1e-3):
         gate = DLoop(threshold=threshold, max_stages=5)
         assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(record, gate)] == [(r.stages, r.accepted, r.emitted) for r in walk_gate(whole, gate)]
-    first_alone = replay(taught_target, drafter, prompt, text, stages=1, deepest=5, floor=float("inf"), max_new_tokens=LENGTH)
+    first_alone = replay(taught_target, drafter, prompt, text, stages=1, deepest=1, max_new_tokens=LENGTH)
     with pytest.raises(AssertionError, match="fewer stages"):
         walk_gate(first_alone, Always(max_stages=5))
 
@@ -108,7 +109,7 @@ def test_stop_tokens_end_a_round_alike(taught, taught_target):
                 text, live = run(target, drafter, DLoop(threshold=-3.0, max_stages=4), prompt)
                 assert text == decode_plain(target, prompt, max_new_tokens=LENGTH)
                 walked = walk_gate(replay(target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH), DLoop(threshold=-3.0, max_stages=4))
-                assert [(r.stages, r.emitted) for r in walked] == [(r.stages, r.emitted) for r in live]
+                assert [(r.stages, r.accepted, r.emitted) for r in walked] == [(r.stages, r.accepted, r.emitted) for r in live]
     finally:
         target.spec = spec
 
@@ -121,16 +122,65 @@ def test_one_stage_is_no_loop(variant, taught, taught_target):
     assert [(r.stages, r.accepted, r.emitted) for r in a] == [(r.stages, r.accepted, r.emitted) for r in b]
 
 
-def test_oracle_drafts_on_exactly_while_the_text_agrees(variant, taught, taught_target):
+def test_longest_drafts_on_exactly_while_one_more_token_is_accepted(variant, taught, taught_target):
     """Its last stage was worth drafting, and one more would have been accepted nowhere, or was not to be had."""
     drafter, prompt = taught[variant], counting_prompts(1)[0].tolist()
     text, _ = run(taught_target, drafter, Never(), prompt)
     record, t = replay(taught_target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH), 0
-    for r in walk_oracle(record):
-        more_to_be_had = r.stages < record.stages and (r.stages + 1) * drafter.k <= LENGTH - 1 - t and record.stopped[t] > r.stages
-        assert r.accepted >= (r.stages - 1) * drafter.k
+    for r in walk_longest(record, 4):
+        more_to_be_had = r.stages < 4 and (r.stages + 1) * drafter.k <= LENGTH - 1 - t and record.stopped[t] > r.stages
+        assert r.stages == 1 or r.accepted > (r.stages - 1) * drafter.k
         assert not more_to_be_had or record.accepted[t] <= r.stages * drafter.k
         t += r.emitted
+
+
+def total(rounds, *, gated):
+    return sum(COSTS.seconds(one, gated=gated) for one in rounds)
+
+
+def micro_tau(rounds):
+    return sum(one.accepted + 1 for one in rounds) / len(rounds)
+
+
+COSTS = Costs(draft_first=0.2, draft_more=0.3, gate=0.01, verify={1: 1.0, 5: 1.1, 9: 1.4}, overhead=0.05, plain=1.0)
+
+
+def test_no_gate_beats_the_oracles(variant, taught, taught_target):
+    """Under any gate with the same cap, on branches that were followed only where a gate or an oracle may go: neither faster nor with a larger tau."""
+    drafter = taught[variant]
+    for prompt in counting_prompts(3).tolist():
+        text, _ = run(taught_target, drafter, Never(), prompt)
+        followed = replay(taught_target, drafter, prompt, text, stages=1, deepest=6, floor=-3.0, max_new_tokens=LENGTH)
+        whole = replay(taught_target, drafter, prompt, text, stages=6, max_new_tokens=LENGTH)
+        for seconds in (lambda one: COSTS.seconds(one, gated=False), lambda one: float(one.stages**2)):
+            fastest = [sum(map(seconds, walk_oracle(record, seconds, 6))) for record in (followed, whole)]
+            assert fastest[0] == pytest.approx(fastest[1])
+            for gate in (Never(), *(Always(max_stages=cap) for cap in (1, 2, 6)), *(DLoop(threshold=g, max_stages=6) for g in (-0.05, -0.5, -3.0))):
+                assert sum(map(seconds, walk_gate(whole, gate))) >= fastest[0] - 1e-9
+                assert micro_tau(walk_gate(whole, gate)) <= micro_tau(walk_longest(followed, 6)) + 1e-9
+        assert walk_longest(followed, 6) == walk_longest(whole, 6)
+
+
+class Right:
+    """A drafter that is never wrong: it drafts k tokens of a text it knows, in the shape that replay compares."""
+
+    k, text = 15, list(range(1000, 1200))
+
+    @classmethod
+    def record(cls, length, stages):
+        tokens = torch.tensor([cls.text[t + 1:t + 1 + cls.k * stages] for t in range(length)])
+        return compare(tokens, torch.full((length, stages), -0.01), cls.text[:length + cls.k], length, k=cls.k, stages=stages, max_new_tokens=length, stops=[0])
+
+
+def test_a_drafter_that_is_never_wrong_is_seen_as_one():
+    """Not the text's end but a wrong token refuses a block; the oracles go as deep as the gate; the last round counts whole."""
+    record = Right.record(96, 4)
+    assert full_acceptance([walk_gate(record, Always(max_stages=4))], Right.k, 4)[0] == 1.0
+    assert micro_tau(walk_gate(record, Never())) == Right.k + 1
+    found = gate_scores([record])
+    assert found["gate_calibration"][-1] == 1.0
+    swept = sweep([record], [-0.5], COSTS, Right.k, 4)
+    assert swept["longest"]["tau"] >= swept["sweep"][0]["tau"] > Right.k + 1 and swept["oracle"]["tokens_per_second"] >= swept["sweep"][0]["tokens_per_second"]
 
 
 def test_gate_reads_the_newest_block():
@@ -154,9 +204,10 @@ def test_clip():
 
 
 def test_costs_interpolate_and_add_up():
-    costs = Costs(draft_first=1.0, draft_more=0.5, verify={1: 2.0, 5: 4.0, 9: 8.0}, overhead=0.25, plain=2.0)
+    costs = Costs(draft_first=1.0, draft_more=0.5, gate=0.125, verify={1: 2.0, 5: 4.0, 9: 8.0}, overhead=0.25, plain=2.0)
     assert costs.verification(3) == 3.0 and costs.verification(5) == 4.0 and costs.verification(11) == 10.0
-    assert costs.seconds(Round(2, 8, 0, 1, ())) == 1.0 + 0.5 + 8.0 + 0.25
+    assert costs.seconds(Round(2, 8, 0, 1, ()), gated=False) == 1.0 + 0.5 + 8.0 + 0.25
+    assert costs.seconds(Round(2, 8, 0, 1, ()), gated=True) == 1.0 + 0.5 + 8.0 + 0.25 + 2 * 0.125  # the first stage's gate too
 
 
 def test_plain_decoding_through_the_same_path(tiny_target):
@@ -200,10 +251,10 @@ def test_costs_forget_what_was_cold_and_let_the_depths_take_turns(monkeypatch):
         yield Emission([0], None)
         for number in range(8):
             slow = cold or number == 0
-            yield Emission([0], Round(depth, depth * 2, 0, 1, (), {"draft_first": 0.5, "draft_more": 0.1 * (depth - 1), "gate": 0.0, "commit": 0.0,
+            yield Emission([0], Round(depth, depth * 2, 0, 1, (), {"draft_first": 0.5, "draft_more": 0.1 * (depth - 1), "gate": 0.01 * depth, "commit": 0.0,
                                                                    "verify": 9.0 if slow else 1.0 + depth / 10}))
 
     monkeypatch.setattr("dloop_train.decoding.costs.decode", decoded)
     costs = measure_costs(None, SimpleNamespace(k=2), ["a", "b"], stages=3)
-    assert costs.verify == pytest.approx({1: 1.0, 3: 1.1, 5: 1.2, 7: 1.3}) and costs.draft_more == pytest.approx(0.1) and costs.plain == pytest.approx(1.0)
+    assert costs.verify == pytest.approx({1: 1.0, 3: 1.1, 5: 1.2, 7: 1.3}) and costs.draft_more == pytest.approx(0.1) and costs.gate == pytest.approx(0.01) and costs.plain == pytest.approx(1.0)
     assert calls == [(prompt, depth) for prompt in ("a", "b", "a", "b") for depth in (1, 2, 3, 0)]

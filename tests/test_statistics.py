@@ -9,7 +9,7 @@ import torch
 from conftest import composed
 
 from dloop_train.decoding import statistics
-from dloop_train.decoding.replay import judge
+from dloop_train.decoding.replay import compare
 from dloop_train.decoding.rules import GREEDY, Match
 from dloop_train.phases import artifacts, report
 from dloop_train.phases.replaying import next_stage_tokens
@@ -135,7 +135,7 @@ def test_shares_of_a_round():
 
 
 def test_break_even():
-    costs = {"draft_more": 0.03, "verify": {"1": 0.1, "3": 0.12, "7": 0.16}}  # verify(5) = 0.14 lies between
+    costs = {"draft_more": 0.025, "gate": 0.005, "verify": {"1": 0.1, "3": 0.12, "7": 0.16}}  # verify(5) = 0.14 lies between
     rows = [row("a", [one(2, 4), one(2, 3), one(2, 1), one(1, 0)], seconds=1.2)]  # 12 tokens, 0.1 s each
     known, = statistics.break_even(rows, costs, K)
     assert known["cost_seconds"] == pytest.approx(0.05)
@@ -155,7 +155,7 @@ def test_table_is_aligned():
 POINT = {"tau": 3.0, "tokens_per_second": 20.0}
 REPLAYED = {"k": K, "S1": POINT, "oracle": {"tau": 5.0, "tokens_per_second": 30.0}, "full_acceptance_by_stage": [0.5], "validation": None,
             "sweep": [{"threshold": -0.5, "stages": 1.5, **POINT}, {"threshold": -0.25, "stages": 1.2, **POINT}]}
-COSTS = {"draft_first": 0.01, "draft_more": 0.01, "verify": {"1": 0.1, "5": 0.11}, "overhead": 0.01, "plain": 0.1}
+COSTS = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": {"1": 0.1, "5": 0.11}, "overhead": 0.01, "plain": 0.1}
 FIRST = {"draft_first": 0.01, "verify": 0.1}
 MORE = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": 0.11, "commit": 0.01}
 DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
@@ -258,7 +258,7 @@ def test_tokens_of_the_next_stage_are_counted_where_the_stages_before_were_whole
     text = list(range(50, 60))
     right = [1, 2, 3, 6, 0, 0, 3, 2, 1, 0]
     drafts = torch.tensor([[text[t + 1 + n] if n < right[t] else 99 for n in range(6)] for t in range(10)])
-    record = judge(drafts, torch.zeros(10, 3), text, k=2, stages=3, max_new_tokens=10, stops=[2])
+    record = compare(drafts, torch.zeros(10, 3), text, 10, k=2, stages=3, max_new_tokens=10, stops=[2])
     assert record.accepted.tolist() == right
     assert next_stage_tokens([record]) == {"tokens": (0 + 1 + 2) / 3, "positions": 3}
     with pytest.raises(AssertionError):

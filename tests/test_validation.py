@@ -25,14 +25,14 @@ from dloop_train.training.engine import Validation
 from dloop_train.training.metrics import flat
 from dloop_train.training.saves import POINTER, weights_of
 
-COSTS = Costs(draft_first=0.01, draft_more=0.004, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1)
+COSTS = Costs(draft_first=0.01, draft_more=0.004, gate=0.0, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1)
 RUN = ("+drafter=dflash", "+target=tiny_llama", "++drafter.width=4", "++train.precision=float32", "++train.depth_exposure=2", "++train.origins=3")
 
 
 def record(scores, accepted, k=2):
     """A replay of len(accepted) positions, none of which ends early."""
     count = len(accepted)
-    return Replay(k, len(scores[0]), count, 99, torch.tensor(scores), torch.tensor(accepted), torch.full((count,), 99), torch.zeros(count, dtype=torch.bool))
+    return Replay(k, len(scores[0]), count, count + k, 99, torch.tensor(scores), torch.tensor(accepted), torch.full((count,), 99))
 
 
 def prepared(root):

@@ -1,10 +1,11 @@
 """Costs: seconds of a draft, of a verification by length and of the rest, and the speed they predict for simulated rounds."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import cycle, islice
 from statistics import median
 
+from dloop_train.config import check
 from dloop_train.decoding.gates import DLoop, Never
 from dloop_train.decoding.loop import Clock, decode
 from dloop_train.decoding.rules import GREEDY, Rule
@@ -19,7 +20,8 @@ class Costs:
 
     draft_first: float
     draft_more: float
-    """The gate's work included."""
+    gate: float
+    """One stage's score and the decision on it; a gate pays it after every stage, the first included."""
     verify: dict[int, float]
     """By the number of tokens verified, the anchor included."""
     overhead: float
@@ -30,11 +32,13 @@ class Costs:
     def verification(self, tokens: int) -> float:
         return verification_seconds(self.verify, tokens)
 
-    def seconds(self, round: Round) -> float:
-        return self.draft_first + (round.stages - 1) * self.draft_more + self.verification(round.drafted + 1) + self.overhead
+    def seconds(self, round: Round, *, gated: bool) -> float:
+        """Of a round, with or without a gate that looks at scores."""
+        return (self.draft_first + (round.stages - 1) * self.draft_more + gated * round.stages * self.gate
+                + self.verification(round.drafted + 1) + self.overhead)
 
-    def tokens_per_second(self, rounds: Sequence[Round]) -> float:
-        return sum(round.emitted for round in rounds) / max(sum(self.seconds(round) for round in rounds), 1e-12)
+    def tokens_per_second(self, rounds: Sequence[Round], *, gated: bool) -> float:
+        return sum(round.emitted for round in rounds) / max(sum(self.seconds(round, gated=gated) for round in rounds), 1e-12)
 
     def row(self) -> dict:
         return asdict(self)
@@ -42,6 +46,8 @@ class Costs:
     @staticmethod
     def of(row: dict) -> "Costs":
         """Back from a row, also one that was JSON."""
+        names = {field.name for field in fields(Costs)}
+        check(row.keys() == names, f"a cost table has {sorted(names)}, this one {sorted(row)}: another version measured it; delete its costs.json and run again")
         return Costs(**(row | {"verify": {int(tokens): seconds for tokens, seconds in row["verify"].items()}}))
 
 
@@ -84,7 +90,7 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[i
     if not deep or len(verify) <= stages:
         raise ValueError("costs could not be measured: the answers are too short for a round of every depth; take prompts with longer answers, or more of them "
                          "(train.validate_prompts, evaluate.prompts). A training alone does without: train.validate_prompts=0 gate.threshold=-0.5")
-    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep) + median(gates), verify=verify,
+    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep), gate=median(gates), verify=verify,
                  overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dloop_train.decoding.gates import Gate, log_probability
 from dloop_train.drafters.base import Drafter, take
 from dloop_train.targets.target import Target
-from dloop_train.types import Context, Round
+from dloop_train.types import Context, DraftState, Round
 
 UNDRAFTED = -2
 """Stands for a token where a branch was not followed any further; the text is padded with -1."""
@@ -21,46 +21,70 @@ class Replay:
 
     k: int
     stages: int
-    """Stages drafted from every position; later ones only where a gate may still draft on."""
+    """Stages drafted from every position; later ones only where a gate may still draft on, or everything so far is accepted."""
     length: int
     """Tokens of the response; position t is the anchor response[t]."""
+    known: int
+    """Tokens of the response and of the target's own continuation behind it, with which drafts were compared."""
     max_new_tokens: int
     scores: Tensor  # [M, S] gate score of each stage; minus infinity for those not drafted
-    accepted: Tensor  # [M] drafted tokens that agree with the text, from the first on
+    accepted: Tensor  # [M] drafted tokens that agree with the known text, from the first on; also past the response's end, as a live verification counts
     stopped: Tensor  # [M] the stage (from 1) that first drafted a stop token; S + 1 for none
-    cut: Tensor  # [M] bool, the text ended before a drafted token disagreed
 
 
 @torch.inference_mode()
 def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int], *, stages: int, deepest: int | None = None, floor: float = float("-inf"),
            max_new_tokens: int, temperature: float = 1.0, branches: int = 64) -> Replay:
-    """Draft so many stages from every position of a greedy response, and up to the deepest where every stage has scored the floor:
-    gates of a threshold at or above it stop elsewhere. Only the target's features are teacher-forced.
+    """Draft so many stages from every position of a greedy response, and up to the deepest where every stage has scored the floor
+    or everything so far is accepted: gates of a threshold at or above the floor, and oracles, stop elsewhere.
 
-    Scores are those of a gate of this temperature.
+    Only the target's features are teacher-forced. Scores are those of a gate of this temperature. The text is known for k tokens
+    behind the response, because a round's first stage may reach so far beyond the end, and the target verifies it whole.
     """
-    device = target.device
-    text = torch.tensor([[*prompt, *response]], device=device)
-    features = target.read(text, reads=drafter.shape.reads).features
-    context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
+    device, deepest = target.device, deepest or stages
+    text, cache = torch.tensor([[*prompt, *response]], device=device), target.new_cache()
+    output = target.read(text, cache=cache, reads=drafter.shape.reads, logits=slice(-1, None))
+    known = [*response, *continuation(target, cache, output.logits, drafter.k)]
+    context = Context(torch.cat([text, text[:, -1:]], dim=1), output.features)
     kv, projected = drafter.context_kv(context)
+    truth = following(known, len(response), deepest * drafter.k).to(device)
     tokens, scores = [], []
     for start in range(0, len(response), branches):
-        origins = torch.arange(len(prompt) + start, len(prompt) + min(start + branches, len(response)), device=device)[None]
-        drafted, scored = draft_all(drafter, drafter.open(kv, projected, context, origins), text.gather(1, origins), stages, deepest or stages, floor, temperature)
+        rows = slice(start, min(start + branches, len(response)))
+        origins = torch.arange(len(prompt) + rows.start, len(prompt) + rows.stop, device=device)[None]
+        drafted, scored = draft_all(drafter, drafter.open(kv, projected, context, origins), text.gather(1, origins), truth[rows], stages, floor, temperature)
         tokens.append(drafted)
         scores.append(scored)
-    return judge(torch.cat(tokens).cpu(), torch.cat(scores).cpu(), list(response), k=drafter.k, stages=stages, max_new_tokens=max_new_tokens, stops=target.spec.stop_ids)
+    return compare(torch.cat(tokens).cpu(), torch.cat(scores).cpu(), known, len(response), k=drafter.k, stages=stages, max_new_tokens=max_new_tokens,
+                   stops=target.spec.stop_ids)
 
 
-def draft_all(drafter: Drafter, state, anchors: Tensor, stages: int, deepest: int, floor: float, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens [M, S k] and stage scores [M, S] of all branches, each following its own drafts; S is the deepest stage."""
+def continuation(target: Target, cache, logits: Tensor, count: int) -> list[int]:
+    """So many greedy tokens behind what `cache` holds, stop tokens or not; logits [1, 1, V] are those of its last row."""
+    tokens: list[int] = []
+    while True:
+        tokens.append(int(logits[0, -1].argmax()))
+        if len(tokens) == count:
+            return tokens
+        logits = target.read(torch.tensor([tokens[-1:]], device=target.device), cache=cache, logits=slice(-1, None)).logits
+
+
+def following(known: Sequence[int], positions: int, width: int) -> Tensor:
+    """The known tokens after each of so many positions, padded with -1. [M, width]"""
+    return torch.tensor([*known, *[-1] * width]).unfold(0, width, 1)[1:positions + 1]
+
+
+def draft_all(drafter: Drafter, state: DraftState, anchors: Tensor, truth: Tensor, stages: int, floor: float, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens [M, S k] and stage scores [M, S] of all branches, each following its own drafts; truth [M, S k] is the text behind them."""
     k, count, device = drafter.k, anchors.shape[1], anchors.device
+    deepest = truth.shape[1] // k
     tokens, scores = torch.full((count, deepest * k), UNDRAFTED, device=device), torch.full((count, deepest), float("-inf"), device=device)
     going = torch.arange(count, device=device)
     for number in range(deepest):
         if number >= stages:
-            on = (scores[going, :number] >= floor).all(-1).nonzero()[:, 0]
+            sure = (scores[going, :number] >= floor).all(-1)
+            right = (tokens[going, :number * k] == truth[going, :number * k]).all(-1)
+            on = (sure | right).nonzero()[:, 0]
             if len(on) == 0:
                 break
             going, state, anchors = going[on], take(state, on), anchors[:, on]
@@ -79,16 +103,16 @@ def draft_all(drafter: Drafter, state, anchors: Tensor, stages: int, deepest: in
     return tokens, scores
 
 
-def judge(tokens: Tensor, scores: Tensor, response: list[int], *, k: int, stages: int, max_new_tokens: int, stops: Sequence[int]) -> Replay:
-    """Compare drafts [M, S k] with the text that follows each position."""
+def compare(tokens: Tensor, scores: Tensor, known: list[int], length: int, *, k: int, stages: int, max_new_tokens: int, stops: Sequence[int]) -> Replay:
+    """Compare drafts [M, S k] with the known text that follows each position of a response of this length."""
     positions, width = tokens.shape
-    padded = torch.tensor(response + [-1] * width)
-    after = torch.stack([padded[t + 1:t + 1 + width] for t in range(positions)])
-    accepted = (tokens == after).long().cumprod(-1).sum(-1)
-    cut = torch.arange(positions) + 1 + accepted >= len(response)
+    accepted = (tokens == following(known, positions, width)).long().cumprod(-1).sum(-1)
     stop = torch.isin(tokens, torch.tensor(list(stops)))
     stopped = torch.where(stop.any(-1), stop.long().argmax(-1) // k + 1, width // k + 1)
-    return Replay(k, stages, len(response), max_new_tokens, scores, accepted, stopped, cut)
+    return Replay(k, stages, length, len(known), max_new_tokens, scores, accepted, stopped)
+
+
+# Rounds that decoding would run
 
 
 def walk(record: Replay, more: Callable[[int, Sequence[float], int], bool], *, max_stages: int) -> list[Round]:
@@ -97,18 +121,33 @@ def walk(record: Replay, more: Callable[[int, Sequence[float], int], bool], *, m
     more(t, scores so far, accepted length at t) is asked after each stage.
     """
     rounds, t, scores, accepted = [], 0, record.scores.tolist(), record.accepted.tolist()
-    stopped, drafted = record.stopped.tolist(), (record.scores > float("-inf")).sum(-1).tolist()
+    drafted = stages_drafted(record)
     while t < record.length - 1:
-        left = record.max_new_tokens - 1 - t
-        stages = 1
-        while (stages < max_stages and stopped[t] > stages and (stages + 1) * record.k <= left and more(t, scores[t][:stages], accepted[t])):
+        most, stages = most_stages(record, t, max_stages), 1
+        while stages < most and more(t, scores[t][:stages], accepted[t]):
             stages += 1
             assert stages <= drafted[t], "replay drafted fewer stages than the walk takes"
-        confirmed = min(accepted[t], stages * record.k)
-        emitted = min(confirmed + 1, record.length - 1 - t)
-        rounds.append(Round(stages, stages * record.k, confirmed, emitted, tuple(scores[t][:stages])))
-        t += emitted
+        rounds.append(round_at(record, t, stages))
+        t += rounds[-1].emitted
     return rounds
+
+
+def stages_drafted(record: Replay) -> list[int]:
+    """Stages that replay has drafted from each position."""
+    return (record.scores > float("-inf")).sum(-1).tolist()
+
+
+def most_stages(record: Replay, t: int, max_stages: int) -> int:
+    """Stages that a round from t may have, whatever its gate: a drafted stop token and the length limit end it."""
+    left = record.max_new_tokens - 1 - t
+    return max(1, min(max_stages, int(record.stopped[t]), left // record.k))
+
+
+def round_at(record: Replay, t: int, stages: int) -> Round:
+    """A round of so many stages from t, as decoding would report it."""
+    accepted = min(int(record.accepted[t]), stages * record.k)
+    emitted = min(accepted + 1, record.length - 1 - t)
+    return Round(stages, stages * record.k, accepted, emitted, tuple(record.scores[t, :stages].tolist()))
 
 
 def walk_gate(record: Replay, gate: Gate) -> list[Round]:
@@ -116,6 +155,22 @@ def walk_gate(record: Replay, gate: Gate) -> list[Round]:
     return walk(record, lambda t, scores, accepted: gate.more(scores), max_stages=gate.max_stages)
 
 
-def walk_oracle(record: Replay) -> list[Round]:
-    """Rounds of a gate that knows the acceptance: another stage exactly when everything so far is accepted."""
-    return walk(record, lambda t, scores, accepted: accepted > len(scores) * record.k, max_stages=record.stages)
+def walk_longest(record: Replay, max_stages: int) -> list[Round]:
+    """Rounds of a gate that knows the acceptance and drafts on exactly while one more token will be accepted: no gate has a larger tau."""
+    return walk(record, lambda t, scores, accepted: accepted > len(scores) * record.k, max_stages=max_stages)
+
+
+def walk_oracle(record: Replay, seconds: Callable[[Round], float], max_stages: int) -> list[Round]:
+    """Rounds of a gate that knows the acceptance and what a round costs, and drafts as deep as takes the least time for the whole text.
+
+    No gate with this cap is faster under these costs: best(t) = min over S of seconds(S) + best(t + emitted), from the text's end backwards.
+    """
+    drafted, end = stages_drafted(record), record.length - 1
+    best, choice = [0.0] * (end + 1), [1] * (end + 1)
+    for t in range(end - 1, -1, -1):
+        useful = -(-(int(record.accepted[t]) + 1) // record.k)  # a deeper stage adds time alone
+        rounds = [round_at(record, t, stages) for stages in range(1, min(most_stages(record, t, max_stages), drafted[t], useful) + 1)]
+        totals = [seconds(one) + best[t + one.emitted] for one in rounds]
+        best[t] = min(totals)
+        choice[t] = rounds[totals.index(best[t])].stages
+    return walk(record, lambda t, scores, accepted: len(scores) < choice[t], max_stages=max_stages)

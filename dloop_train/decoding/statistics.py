@@ -197,7 +197,7 @@ def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
     Stage s + 1 can only help if stages 1..s are fully accepted (chance p); then it adds a tokens in the mean. A token is worth v, the
     setting's own seconds per token. The stage costs its draft and the longer verification:
 
-        c = draft_more + verify((s + 1) k + 1) - verify(s k + 1)          it pays when p a v > c, that is when p > c / (a v)
+        c = draft_more + gate + verify((s + 1) k + 1) - verify(s k + 1)          it pays when p a v > c, that is when p > c / (a v)
 
     `needed` is c / (a v); it may exceed 1: then no gate makes the stage pay. `observed` is p among the rounds that drafted on.
     """
@@ -209,7 +209,7 @@ def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
         beyond = stages > depth
         helped = beyond & (accepted >= depth * k)
         gained = float(np.minimum(accepted[helped] - depth * k, k).mean()) if helped.any() else 0.0
-        cost = costs["draft_more"] + verify_seconds(costs, (depth + 1) * k + 1) - verify_seconds(costs, depth * k + 1)
+        cost = costs["draft_more"] + costs["gate"] + verify_seconds(costs, (depth + 1) * k + 1) - verify_seconds(costs, depth * k + 1)
         result.append({"depth": depth, "rounds": int(beyond.sum()), "cost_seconds": cost, "extra_tokens": gained,
                        "needed": cost / (gained * value) if gained else None, "observed": share(helped, beyond)})
     return result

@@ -1,11 +1,12 @@
 """Replay over a set of responses: the numbers that choose thresholds and checkpoints."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import Costs
 from dloop_train.decoding.gates import DLoop, Gate, Never
-from dloop_train.decoding.replay import Replay, replay, walk_gate, walk_oracle
+from dloop_train.decoding.replay import Replay, replay, walk_gate, walk_longest, walk_oracle
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
 from dloop_train.types import Round
@@ -35,12 +36,12 @@ def full_acceptance(walks: Sequence[Sequence[Round]], k: int, stages: int) -> li
 def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
     """Tokens accepted from one stage where all those before it were accepted whole, and at how many positions that is.
 
-    Positions from which the text does not reach the end of the stage are left out, whatever was drafted there.
+    Positions from which the known text does not reach the end of the stage are left out, whatever was drafted there.
     """
     assert all(stage <= record.stages for record in records), "replay drafted fewer stages than are asked about"
     before = stage - 1
     tokens = [min(accepted - before * r.k, r.k) for r in records for t, accepted in enumerate(r.accepted.tolist())
-              if accepted >= before * r.k and t + stage * r.k < r.length]
+              if accepted >= before * r.k and t + stage * r.k < r.known]
     return {"tokens": sum(tokens) / max(len(tokens), 1), "positions": len(tokens)}
 
 
@@ -56,19 +57,29 @@ def fastest(sweep: Sequence[dict], preferred: float) -> dict:
     return max(sweep, key=lambda point: (point["tokens_per_second"], point["threshold"] == preferred, point["threshold"]))
 
 
-def predicted(walks: Sequence[Sequence[Round]], costs: Costs) -> dict:
-    """Tau, predicted tokens per second and stages a round of simulated decoding."""
+def predicted(walks: Sequence[Sequence[Round]], costs: Costs, *, gated: bool) -> dict:
+    """Tau, predicted tokens per second and stages a round of simulated decoding, with or without a gate that looks at scores."""
     rounds = [round for walk in walks for round in walk]
-    return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
+    return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds, gated=gated), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
+
+
+def simulated(records: Sequence[Replay], gate: Gate, costs: Costs) -> dict:
+    """The numbers of a gate."""
+    return predicted([walk_gate(record, gate) for record in records], costs, gated=gate.needs_scores)
 
 
 def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, max_stages: int) -> dict:
-    """S = 1, the oracle and every threshold: tau and predicted tokens per second. The gate drafts max_stages at most, the oracle as many as were drafted everywhere."""
-    def numbers(walks: list[list[Round]]) -> dict:
-        return predicted(walks, costs)
+    """S = 1, every threshold and what bounds them: tau and predicted tokens per second, with at most max_stages.
+
+    No gate is faster than `oracle`, and none has a larger tau than `longest`; both know what will be accepted and pay for no gate.
+    """
+    def bound(walks: list[list[Round]]) -> dict:
+        return predicted(walks, costs, gated=False)
 
     stages = records[0].stages if records else 1
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
-    return {"k": k, "S1": numbers([walk_gate(record, Never()) for record in records]), "oracle": numbers([walk_oracle(record) for record in records]),
-            "sweep": [{"threshold": threshold, **numbers([walk_gate(record, DLoop(threshold=threshold, max_stages=max_stages)) for record in records])} for threshold in thresholds],
+    return {"k": k, "S1": simulated(records, Never(), costs),
+            "oracle": bound([walk_oracle(record, partial(costs.seconds, gated=False), max_stages) for record in records]),
+            "longest": bound([walk_longest(record, max_stages) for record in records]),
+            "sweep": [{"threshold": threshold, **simulated(records, DLoop(threshold=threshold, max_stages=max_stages), costs)} for threshold in thresholds],
             "full_acceptance_by_stage": full_acceptance(always, k, stages)}

@@ -16,10 +16,10 @@ from dloop_train.data.responses import Response
 from dloop_train.data.store import drafters_row
 from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_costs
 from dloop_train.decoding.gates import Gate
-from dloop_train.decoding.replay import Replay, walk_gate
+from dloop_train.decoding.replay import Replay
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
-from dloop_train.phases.replaying import candidates, fastest, predicted, replay_all, sweep
+from dloop_train.phases.replaying import candidates, fastest, replay_all, simulated, sweep
 from dloop_train.ranks import gather_over_ranks, rank, world_size
 from dloop_train.runs import read_jsonl, require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_target
@@ -120,7 +120,7 @@ class Validator:
 def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int) -> tuple[dict, float]:
     """The row of a validation, and predicted tokens per second under the gate: at its fastest threshold if that is still to be chosen."""
     swept = sweep(records, candidates(gate, thresholds), costs, k, gate.max_stages)
-    best = fastest(swept["sweep"], gate.paper_threshold) if swept["sweep"] else predicted([walk_gate(record, gate) for record in records], costs)
+    best = fastest(swept["sweep"], gate.paper_threshold) if swept["sweep"] else simulated(records, gate, costs)
     row = {f"{name}_{walk}": point[name] for walk, point in (("s1", swept["S1"]), ("gated", best), ("oracle", swept["oracle"]))
            for name in ("tau", "tokens_per_second")}
     row |= {"threshold": best.get("threshold"), "stages_gated": best["stages"], "full_acceptance": swept["full_acceptance_by_stage"],

@@ -12,6 +12,8 @@ from dloop_train.types import TargetSpec
 class Gemma4Target(Target):
     """Sliding and full attention in turn. Works as plain attention does, but for rows that have left the window."""
 
+    shares_prefix = False  # a window counts padding
+
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         text = model.config.get_text_config()
         if text.num_kv_shared_layers or getattr(text, "hidden_size_per_layer_input", 0):

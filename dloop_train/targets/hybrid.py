@@ -46,6 +46,7 @@ class HybridTarget(Target):
     """A target that mixes linear with full attention. A draft is a chain here: the state has no room for the branches of a tree."""
 
     norm_centre = 1.0
+    shares_prefix = False  # a running state does not skip padding in the middle
 
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         super().__init__(model, tokenizer, spec)

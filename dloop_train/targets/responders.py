@@ -85,18 +85,23 @@ def respond(target: Target, prompts: Sequence[list[int]], identities: Sequence[s
             max_new_tokens: int, seed: int) -> list[list[int]]:
     """Answers to a batch of prompts: response ids, the stop token included when one was reached.
 
-    Prompts are padded on the left; finished sequences leave the batch once they are a quarter of it.
+    What all prompts begin with is read once. The rest is padded on the left. Finished sequences leave the batch once they are
+    a quarter of it.
     """
+    shared = shared_prefix(prompts) if target.shares_prefix else 0
     longest = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
+    cache = target.new_batch_cache()
+    if shared:
+        target.read(torch.tensor([prompts[0][:shared]], device=target.device), cache=cache)
+        target.repeat_sequences(cache, len(prompts))
+    tokens = torch.tensor([[0] * (longest - len(ids)) + ids[shared:] for ids in prompts], device=target.device)
+    mask = torch.tensor([[1] * shared + [0] * (longest - len(ids)) + [1] * (len(ids) - shared) for ids in prompts], device=target.device)
     noise = torch.stack([noise_of(identity, seed, max_new_tokens) for identity in identities])
-    cache = target.new_cache()
     answers: list[list[int]] = [[] for _ in prompts]
     alive = torch.arange(len(prompts))
     finished = torch.zeros(len(prompts), dtype=torch.bool)
     stops = torch.tensor(target.spec.stop_ids, device=target.device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
     for step in range(max_new_tokens):
         logits = target.read(tokens, cache=cache, mask=mask, positions=positions, logits=slice(-1, None)).logits[:, 0]
         drawn = choose(logits, noise[alive, step].to(target.device), sampling)
@@ -114,6 +119,18 @@ def respond(target: Target, prompts: Sequence[list[int]], identities: Sequence[s
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
     return answers
+
+
+SHORTEST_SHARED = 8
+"""Tokens of a common beginning that are worth a read of their own."""
+
+
+def shared_prefix(prompts: Sequence[list[int]]) -> int:
+    """Tokens that all prompts begin with, such as those of a system prompt; each prompt keeps at least one of its own."""
+    first, last = min(prompts), max(prompts)  # in lexical order these two differ the earliest
+    most = min(min(map(len, prompts)) - 1, len(first) - 1)
+    shared = next((place for place in range(most) if first[place] != last[place]), most)
+    return shared if len(prompts) > 1 and shared >= SHORTEST_SHARED else 0
 
 
 def decode_plain(target: Target, prompt: list[int], *, max_new_tokens: int) -> list[int]:

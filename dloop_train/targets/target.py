@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from dloop_train.targets.head import softcapped
 from dloop_train.types import Reads, TargetSpec
@@ -35,11 +36,56 @@ class Tapped:
         return record
 
 
+class GrowingLayer(DynamicLayer):
+    """Keys and values in a buffer with room for more rows: a batch that decodes token by token does not copy them all at each step."""
+
+    _layer_type = None  # known to GrowingCache alone
+
+    ROOM = 64
+    """Rows that a new buffer has to spare."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.buffers = (self.keys, self.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        past = self.keys.shape[2]
+        after = past + key_states.shape[2]
+        self.buffers = tuple(with_room(buffer, rows, after, self.ROOM) for buffer, rows in zip(self.buffers, (self.keys, self.values), strict=True))
+        for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, past:after] = new
+        self.keys, self.values = (buffer[:, :, :after] for buffer in self.buffers)
+        return self.keys, self.values
+
+
+def with_room(buffer: Tensor, rows: Tensor, length: int, room: int) -> Tensor:
+    """The buffer if `rows` are its first rows and `length` of them fit; else a larger one that begins with them. [B, G, T, E]"""
+    if rows.data_ptr() == buffer.data_ptr() and len(rows) == len(buffer) and length <= buffer.shape[2]:
+        return buffer
+    batch, groups, past, size = rows.shape
+    larger = rows.new_empty(batch, groups, length + room, size)
+    larger[:, :, :past] = rows
+    return larger
+
+
+class GrowingCache(DynamicCache):
+    """A cache of GrowingLayers, for plain attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer_class_to_replicate = GrowingLayer
+
+
 class Target:
     """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec. Other attention: hybrid.py, gemma4.py."""
 
     norm_centre = 0.0
     """What the model's norms add to their weights."""
+    shares_prefix = True
+    """Whether padding may stand between a beginning that a batch shares and the rest: where every layer sees all rows that the mask shows."""
 
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         require_one_device(model, spec.name)
@@ -65,6 +111,10 @@ class Target:
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache()
+
+    def new_batch_cache(self) -> DynamicCache:
+        """For many sequences that are decoded side by side."""
+        return GrowingCache() if self.shares_prefix else self.new_cache()
 
     def before_read(self, cache: DynamicCache | None, count: int) -> None:
         """Prepare the cache for `count` more tokens, of which a commit may keep a part."""
@@ -111,6 +161,10 @@ class Target:
     def keep_sequences(self, cache: DynamicCache, rows: Tensor) -> None:
         """Drop the sequences of a batch that are finished; rows [B'] are those that stay."""
         cache.reorder_cache(rows)
+
+    def repeat_sequences(self, cache: DynamicCache, count: int) -> None:
+        """Make a cache of one sequence a cache of `count` equal ones."""
+        cache.reorder_cache(torch.zeros(count, dtype=torch.long, device=self.device))
 
 
 def keep_rows(layer, past: int, path: Sequence[int]) -> None:

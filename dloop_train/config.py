@@ -200,7 +200,7 @@ class ExportConfig:
     """Which checkpoint becomes the drafter."""
 
     checkpoint: str = "best"
-    """best has most predicted tokens per second on validation responses; last; or the number of a step whose checkpoint is still there."""
+    """best has most predicted tokens per second on validation responses, the start (step 0) included; last; or the number of a step whose checkpoint is still there."""
 
     def __post_init__(self):
         check(self.checkpoint in ("best", "last") or self.checkpoint.isdigit(), f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}")
@@ -248,7 +248,7 @@ class EvaluateConfig:
     """Live decoding and replay on test prompts."""
 
     prompts: int = 40
-    """Test prompts, spread over the categories."""
+    """Test prompts that are decoded live, spread over the categories; replay takes all that generate.greedy_prompts has answered."""
     max_new_tokens: int = 96
     replay_stages: int = 5
     """Stages that replay drafts from every position; where a gate may draft on it goes deeper, up to gate.max_stages."""
@@ -257,7 +257,12 @@ class EvaluateConfig:
     live_thresholds: list[float] = field(default_factory=list)
     """More rows for the table: the trained drafter decoded live at these thresholds too."""
     extra: dict[str, str] = field(default_factory=dict)
-    """More drafters for the table: label -> drafter folder."""
+    """More drafters for the table: label -> drafter folder, or starter:<name>."""
+    single_stages: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6, 8])
+    """Tokens per stage among which replay on validation responses chooses the best single stage, which everything is compared with.
+    Empty compares with the first drafter's own single stage."""
+    rows: str = "all"
+    """all: every drafter also with its own single stage, and the trained one at the paper's threshold; short: gated drafters and the best single stage alone."""
     bootstrap: int = 2000
     dtype: str = "bfloat16"
     seed: int = 0
@@ -265,6 +270,8 @@ class EvaluateConfig:
     def __post_init__(self):
         require(self, "evaluate", "positive", "prompts", "max_new_tokens", "replay_stages", "bootstrap")
         require(self, "evaluate", "zero or more", "seed")
+        check(self.rows in ("all", "short"), f"evaluate.rows must be all or short, got {self.rows!r}")
+        check(min(self.single_stages, default=2) >= 2, f"evaluate.single_stages are tokens per stage, at least 2, got {self.single_stages}")
         check_thresholds("evaluate.thresholds and evaluate.live_thresholds", [*self.thresholds, *self.live_thresholds])
 
 

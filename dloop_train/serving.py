@@ -5,9 +5,9 @@ from pathlib import Path
 
 from dloop_train.checkpoints.files import SECTION, layout_of, load_drafter, read_config, read_shape
 from dloop_train.config import TargetConfig, build, check, option
-from dloop_train.data.chat import prompt_ids
-from dloop_train.decoding.gates import DLoop, Gate
-from dloop_train.decoding.loop import decode
+from dloop_train.data.chat import pieces, prompt_ids
+from dloop_train.decoding.gates import DLoop, Gate, Never
+from dloop_train.decoding.loop import Emission, decode
 from dloop_train.decoding.rules import Rejection
 from dloop_train.drafters.base import Drafter, DrafterConfig
 from dloop_train.targets.head import TargetHead
@@ -21,23 +21,25 @@ class LoopedModel:
     def __init__(self, target: Target, drafter: Drafter, gate: Gate, config: TargetConfig):
         self.target, self.drafter, self.gate, self.config = target, drafter, gate, config
 
+    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation as ids, the assistant's header included."""
+        return prompt_ids(self.target.tokenizer, messages, self.config)
+
+    def emissions(self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0, plain: bool = False) -> Iterator[Emission]:
+        """Rounds that continue `ids`, as they are decoded; `plain` leaves the drafter out. Above temperature 0 another seed gives another text."""
+        drafter, gate = (None, Never()) if plain else (self.drafter, self.gate)
+        return decode(self.target, drafter, gate, ids, max_new_tokens=max_new_tokens, rule=Rejection(temperature=temperature, seed=seed))
+
     def tokens(self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
-        """Token ids that continue `ids`, as they become certain. Above temperature 0 another seed gives another text."""
-        rule = Rejection(temperature=temperature, seed=seed)
-        for emission in decode(self.target, self.drafter, self.gate, ids, max_new_tokens=max_new_tokens, rule=rule):
+        """Token ids that continue `ids`, as they become certain."""
+        for emission in self.emissions(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed):
             yield from emission.tokens
 
     def generate(self, prompt: str | list[dict[str, str]], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0) -> Iterator[str]:
         """Stream the answer to a user's text, or to a list of messages."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = prompt_ids(self.target.tokenizer, messages, self.config)
-        said, tokens = "", []
-        for token in self.tokens(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed):
-            tokens.append(token)
-            text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-            if not text.endswith("\ufffd"):  # wait for the rest of a character
-                yield text[len(said):]
-                said = text
+        tokens = self.tokens(self.prompt_ids(messages), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        yield from (text for text in pieces(self.target.tokenizer, tokens) if text)
 
 
 def load(folder: str | Path, target: str | TargetConfig, *, device: str | None = None, dtype: str | None = None, threshold: float | None = None) -> LoopedModel:

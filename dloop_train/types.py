@@ -148,3 +148,8 @@ class Round:
     """Gate score of each stage: summed log-probability of its k tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
     """draft_first, draft_more, gate, verify, commit."""
+
+    def drafted_by(self, tokens: int) -> list[int]:
+        """The stage (from 1) that drafted each of so many emitted tokens; 0 for the target's own, a corrected one or a bonus."""
+        k = self.drafted // max(self.stages, 1)
+        return [number // k + 1 if number < self.accepted else 0 for number in range(tokens)]

@@ -230,7 +230,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
     ("dflash-shifted", nested("dspark_config", "target_layer_ids", "block_size", "mask_token_id")), ("dflash-window", with_keys(causal=False)),
     ("dflash-gemma4", with_keys(head_dim=None, num_key_value_heads=None)), ("domino-shifted", flat),
     ("domino-fill_in", within("dflash_config", projector_type="causal_v5")),
-    ("domino-shifted", with_keys(architectures=["DominoDraftModel"], emb_dim=12, shift_label=True)), ("dspark-rnn", nested("dspark_config", *HEAD_KEYS)),
+    ("domino-shifted", with_keys(architectures=["DominoDraftModel"], emb_dim=12, shift_label=True)), ("dspark-gated", nested("dspark_config", *HEAD_KEYS)),
     ("dspark-gated", nested("dflash_config", *HEAD_KEYS, "target_layer_ids", "mask_token_id")), ("dspark-vanilla", with_keys(model_type="qwen3_5_text")),
     ("dspark-vanilla", lambda c: nested("dflash_config", "mask_token_id")(nested("dspark_config", *HEAD_KEYS)(c))),
     ("eagle3-fc_norm", without("target_layer_ids", "eagle_config")), ("eagle3-fc_norm", without("target_layer_ids", AUX)),
@@ -302,7 +302,7 @@ def test_a_broken_config_is_named(content, tiny_target, tmp_path):
 
 def test_a_block_that_does_not_sample_from_its_anchor_is_fill_in(tiny_target, tmp_path):
     """DSpark's and DeepSpec's DFlash: slot 0 drafts nothing, and the key is written back."""
-    for variant, settings in (("dspark-rnn", DSparkConfig(alignment="fill_in")), ("dflash-shifted", DFlashConfig(alignment="fill_in"))):
+    for variant, settings in (("dspark-gated", DSparkConfig(alignment="fill_in")), ("dflash-shifted", DFlashConfig(alignment="fill_in"))):
         drafter = written(variant, tiny_target, tmp_path, with_keys(sample_from_anchor=False))
         again = load_drafter(tmp_path, settings, drafter.head, dtype=torch.float64)
         assert (again.k, again.predicts, again.shape.format) == (3, slice(1, 4), drafter.shape.format)

@@ -13,9 +13,9 @@ from dloop_train.config import CONF, build, option
 from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Always, DLoop, Gate, Never, log_probability
 from dloop_train.decoding.loop import Emission, clip, decode
-from dloop_train.decoding.replay import compare, replay, walk_gate, walk_longest, walk_oracle
+from dloop_train.decoding.replay import compare, replay, walk_gate, walk_oracle
 from dloop_train.phases.evaluate import parting_gap
-from dloop_train.phases.replaying import full_acceptance, sweep
+from dloop_train.phases.replaying import full_acceptance, sweep, tau_of
 from dloop_train.phases.validation import gate_scores
 from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
@@ -122,43 +122,22 @@ def test_one_stage_is_no_loop(variant, taught, taught_target):
     assert [(r.stages, r.accepted, r.emitted) for r in a] == [(r.stages, r.accepted, r.emitted) for r in b]
 
 
-def test_longest_drafts_on_exactly_while_one_more_token_is_accepted(variant, taught, taught_target):
-    """Its last stage was worth drafting, and one more would have been accepted nowhere, or was not to be had."""
-    drafter, prompt = taught[variant], counting_prompts(1)[0].tolist()
-    text, _ = run(taught_target, drafter, Never(), prompt)
-    record, t = replay(taught_target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH), 0
-    for r in walk_longest(record, 4):
-        more_to_be_had = r.stages < 4 and (r.stages + 1) * drafter.k <= LENGTH - 1 - t and record.stopped[t] > r.stages
-        assert r.stages == 1 or r.accepted > (r.stages - 1) * drafter.k
-        assert not more_to_be_had or record.accepted[t] <= r.stages * drafter.k
-        t += r.emitted
-
-
-def total(rounds, *, gated):
-    return sum(COSTS.seconds(one, gated=gated) for one in rounds)
-
-
-def micro_tau(rounds):
-    return sum(one.accepted + 1 for one in rounds) / len(rounds)
-
-
 COSTS = Costs(draft_first=0.2, draft_more=0.3, gate=0.01, verify={1: 1.0, 5: 1.1, 9: 1.4}, overhead=0.05, plain=1.0)
 
 
-def test_no_gate_beats_the_oracles(variant, taught, taught_target):
-    """Under any gate with the same cap, on branches that were followed only where a gate or an oracle may go: neither faster nor with a larger tau."""
+@pytest.mark.parametrize("variant", ["dflash-shifted", "eagle3-reduced"])
+def test_no_gate_is_faster_than_the_oracle(variant, taught, taught_target):
+    """Whatever a round costs, under any gate with the same cap, and on branches that were followed only where a gate or the oracle may go."""
     drafter = taught[variant]
-    for prompt in counting_prompts(3).tolist():
+    for prompt in counting_prompts(2).tolist():
         text, _ = run(taught_target, drafter, Never(), prompt)
         followed = replay(taught_target, drafter, prompt, text, stages=1, deepest=6, floor=-3.0, max_new_tokens=LENGTH)
         whole = replay(taught_target, drafter, prompt, text, stages=6, max_new_tokens=LENGTH)
-        for seconds in (lambda one: COSTS.seconds(one, gated=False), lambda one: float(one.stages**2)):
+        for seconds in (lambda one: COSTS.seconds(one, gated=False), lambda one: float(one.stages**2), lambda one: 1.0):
             fastest = [sum(map(seconds, walk_oracle(record, seconds, 6))) for record in (followed, whole)]
             assert fastest[0] == pytest.approx(fastest[1])
             for gate in (Never(), *(Always(max_stages=cap) for cap in (1, 2, 6)), *(DLoop(threshold=g, max_stages=6) for g in (-0.05, -0.5, -3.0))):
                 assert sum(map(seconds, walk_gate(whole, gate))) >= fastest[0] - 1e-9
-                assert micro_tau(walk_gate(whole, gate)) <= micro_tau(walk_longest(followed, 6)) + 1e-9
-        assert walk_longest(followed, 6) == walk_longest(whole, 6)
 
 
 class Right:
@@ -176,11 +155,11 @@ def test_a_drafter_that_is_never_wrong_is_seen_as_one():
     """Not the text's end but a wrong token refuses a block; the oracles go as deep as the gate; the last round counts whole."""
     record = Right.record(96, 4)
     assert full_acceptance([walk_gate(record, Always(max_stages=4))], Right.k, 4)[0] == 1.0
-    assert micro_tau(walk_gate(record, Never())) == Right.k + 1
+    assert tau_of([walk_gate(record, Never())]) == Right.k + 1
     found = gate_scores([record])
     assert found["gate_calibration"][-1] == 1.0
     swept = sweep([record], [-0.5], COSTS, Right.k, 4)
-    assert swept["longest"]["tau"] >= swept["sweep"][0]["tau"] > Right.k + 1 and swept["oracle"]["tokens_per_second"] >= swept["sweep"][0]["tokens_per_second"]
+    assert swept["oracle"]["tau"] >= swept["sweep"][0]["tau"] > 2 * Right.k and swept["oracle"]["tokens_per_second"] >= swept["sweep"][0]["tokens_per_second"]
 
 
 def test_gate_reads_the_newest_block():

@@ -488,8 +488,8 @@ def test_rates_are_those_of_the_steps_since_the_last_row():
 
 
 def test_a_training_that_only_lost_says_so(tmp_path, capsys):
-    for best, start_score, says in ((Best(4, 90.0), 100.0, "no checkpoint is predicted to be as fast"), (Best(4, 110.0), 100.0, ""), (Best(4, 90.0), None, ""), (None, 100.0, "")):
-        done = SimpleNamespace(run_folder=tmp_path, best=best, standing=Standing(6, start_score=start_score), out_of_patience=False, step=6, plan=SimpleNamespace(steps=6))
+    for best, says in ((Best(0, 90.0), "no checkpoint is predicted to be faster"), (Best(4, 110.0), ""), (None, "")):
+        done = SimpleNamespace(run_folder=tmp_path, best=best, standing=Standing(6), out_of_patience=False, step=6, plan=SimpleNamespace(steps=6))
         assert Trainer.end(done)
         said = capsys.readouterr().err
         assert says in said if says else not said

@@ -196,7 +196,7 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
 
 
 @pytest.mark.parametrize("detach", [True, False])
-@pytest.mark.parametrize("variant", ["dspark-vanilla", "dspark-rnn"])
+@pytest.mark.parametrize("variant", ["dspark-vanilla", "dspark-rnn-reduced"])
 def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, taught_target):
     drafter = make_drafter(variant, taught_target)
     drafter.settings = replace(drafter.settings, ce_weight=0.0, l1_weight=0.0, detach_confidence=detach)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import composed, make_drafter, tiny_config
+from safetensors.torch import load_file
 from trainers import on_ranks, trainer
 
 from dloop_train.data.responses import Response
@@ -97,22 +98,27 @@ def test_scores_are_counted_with_the_fate_of_their_blocks():
     assert found["gate_score_histogram"] == [1, *[0] * (BINS - 2), 2] and found["gate_calibration"] == [0, *[None] * (BINS - 2), 0.5]
 
 
-SCORES = {0: 9.0, 2: 3.0, 4: 5.0, 6: 4.0}
+SCORES = {0: 1.0, 2: 3.0, 4: 5.0, 6: 4.0}
 
 
-def scored(step, drafter):
-    return Validation({}, SCORES[step])
+def trained_and_exported(root, start):
+    one, before = trainer(root / "run", 0, steps=6, validate_every=2, keep=9), {}
 
-
-def trained_and_exported(root):
-    one = trainer(root / "run", 0, steps=6, validate_every=2, keep=9)
+    def scored(step, drafter):
+        before.setdefault("weights", {name: tensor.clone() for name, tensor in drafter.state_dict().items()})
+        return Validation({}, (SCORES | {0: start})[step])
     one.train(scored)
-    return {checkpoint: weights_of(root / "run" / "checkpoints", checkpoint)[1] for checkpoint in ("best", "last", "2")}
+    checkpoints = root / "run" / "checkpoints"
+    best = load_file(weights_of(checkpoints, "best")[0])
+    untouched = all(torch.equal(best[name], tensor) for name, tensor in before["weights"].items())
+    return {checkpoint: weights_of(checkpoints, checkpoint)[1] for checkpoint in ("best", "last", "2")}, untouched
 
 
-def test_the_best_checkpoint_is_that_of_the_highest_score_after_the_first_step(tmp_path):
-    (found,) = on_ranks(1, trained_and_exported, tmp_path)
-    assert found == {"best": 4, "last": 6, "2": 2}
+@pytest.mark.parametrize("start, best", [(1.0, 4), (9.0, 0)])
+def test_the_best_checkpoint_is_that_of_the_highest_score_the_start_included(tmp_path, start, best, capfd):
+    (found,) = on_ranks(1, trained_and_exported, tmp_path, start)
+    assert found == ({"best": best, "last": 6, "2": 2}, best == 0)
+    assert ("exported as it was" in capfd.readouterr().err) == (best == 0)
     with pytest.raises(ValueError, match="train.keep"):
         weights_of(tmp_path / "run" / "checkpoints", "3")
 

@@ -6,7 +6,9 @@ import json
 import pickle
 import pkgutil
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +20,7 @@ from torch import Tensor
 import dloop_train.checkpoints as layouts
 from dloop_train.checkpoints.parts import renamed
 from dloop_train.config import DATA, check
-from dloop_train.drafters.base import Drafter, DrafterConfig, DrafterShape
+from dloop_train.drafters.base import Drafter, DrafterConfig, DrafterShape, frequent_ids, with_vocabulary
 from dloop_train.ranks import say
 from dloop_train.runs import write_atomic
 from dloop_train.targets.head import TargetHead
@@ -132,7 +134,8 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
     shape = looped_as(shape, settings, config, folder)
     own = own_tensors(folder, layout)
     copies = {role: own.pop(name) for role, name in layout.COPIES.items() if name in own}
-    drafter = settings.build(shape, merge_heads(copies, head, shape.head_scales, folder, dtype))
+    kept = own["d2t"] + torch.arange(len(own["d2t"])) if "d2t" in own else None
+    drafter = settings.build(shape, merge_heads(copies, head, shape.head_scales, folder, dtype, kept))
     fill(drafter, own, folder)
     return drafter.to(dtype)
 
@@ -161,8 +164,12 @@ def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder
     return looped
 
 
-def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tuple[float, float | None] | None, folder: Path, dtype: torch.dtype) -> TargetHead | None:
-    """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given."""
+def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tuple[float, float | None] | None, folder: Path, dtype: torch.dtype,
+                kept: Tensor | None = None) -> TargetHead | None:
+    """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given.
+
+    `kept` are the target ids of a reduced draft vocabulary, of which alone a copy of the lm_head has rows.
+    """
     faulty = [role for role, copy in copies.items() if not copy.isfinite().all()]
     check(not faulty, f"{folder}: its copies of the target's {faulty} have NaN or infinite values; fetch it again")
     if head is None:
@@ -176,6 +183,7 @@ def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tupl
           f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target")
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
+        theirs = theirs[kept.to(theirs.device)] if role == "lm_head" and kept is not None else theirs
         check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
         check(torch.equal(copy.to(theirs.device, torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
     return head
@@ -202,7 +210,7 @@ def save_drafter(drafter: Drafter, folder: Path, *, section: dict, target: Targe
     layout = layout_modules()[drafter.shape.format]
     own = {name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach() for name, tensor in drafter.state_dict().items()}
     if copies and drafter.head is not None:
-        own |= {name: getattr(drafter.head, f"{role}_weight").detach().to(dtype) for role, name in layout.COPIES.items()}
+        own |= {name: getattr(drafter.draft_head, f"{role}_weight").detach().to(dtype) for role, name in layout.COPIES.items()}
     tensors = {name: tensor.contiguous().clone() for name, tensor in layout.to_public(own).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -238,6 +246,8 @@ def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
     drafter, own = load_drafter(folder, settings, head, dtype=dtype, target=target, taps=taps), read_shape(folder)
+    if settings.draft_vocab_size and not own.reduced:
+        drafter = with_vocabulary(drafter, settings, frequent_ids(Counter(), replace(own, draft_vocab_size=settings.draft_vocab_size), target.stop_ids))  # ids wait for responses
     if getattr(drafter.shape, "width", None) != getattr(own, "width", None):
         say(f"{folder}: a block of {own.width} slots, looped with drafter.width={drafter.shape.width}")
     return drafter

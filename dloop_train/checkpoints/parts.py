@@ -103,3 +103,56 @@ def renamed(tensors: dict[str, Tensor], name_of: Callable[[str], str]) -> dict[s
 def same_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """For layouts whose names are the modules' own."""
     return dict(tensors)
+
+
+# The speculators layout
+
+
+VERIFIERS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+"""The target's own tensors that a file may hold; they are taken from the target."""
+
+
+def speculators_fields(format: str, config: dict, *, shifted: bool) -> dict:
+    """What a block drafter's config.json says; `shifted` is the family's default where it does not say its alignment."""
+    required(config, "transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "block_size")
+    layer, section = config["transformer_layer_config"], config.get("dloop") or {}
+    required(layer, "vocab_size", "hidden_size")
+    causal = None if config.get("sliding_window_non_causal") is None else not config["sliding_window_non_causal"]
+    sliding = any(kind != FULL for kind in layer_kinds(layer))
+    return dict(format=format, layers=read_layers(layer, "qwen3", layer_kinds(layer), causal=causal if sliding else None),
+                taps=tuple(index - 1 for index in config["aux_hidden_state_layer_ids"]), num_target_layers=layer.get("num_target_layers"),
+                vocab_size=layer["vocab_size"], target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
+                draft_vocab_size=config.get("draft_vocab_size") or layer["vocab_size"], width=config["block_size"],
+                alignment="shifted" if config.get("sample_from_anchor", shifted) else "fill_in", mask_token_id=config["mask_token_id"],
+                state=section.get("state", "context_norm"), slot=section.get("slot", "own"))
+
+
+def speculators_keys(shape, algorithm: str, architecture: str) -> dict:
+    """The config.json of a block drafter. sliding_window_non_causal says that full layers see the whole block, which vLLM takes from it too."""
+    verifier = {"name_or_path": None, "architectures": []}
+    return {"architectures": [architecture], "speculators_model_type": algorithm, "speculators_version": "0.9.0", "transformer_layer_config": shared_keys(shape),
+            "draft_vocab_size": shape.draft_vocab_size, "block_size": shape.width, "target_hidden_size": shape.target_hidden_size,
+            "aux_hidden_state_layer_ids": [tap + 1 for tap in shape.taps], "mask_token_id": shape.mask_token_id,
+            "sample_from_anchor": shape.alignment == "shifted", "sliding_window_non_causal": not any(layer.causal for layer in shape.layers),
+            "speculators_config": {"algorithm": algorithm, "default_proposal_method": "greedy", "verifier": verifier,
+                                   "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": shape.k, "verifier_accept_k": 1, "accept_tolerance": 0.0}]}}
+
+
+def without_verifier(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our modules' tensors. Maps of a draft vocabulary must be one another's inverse; those of the whole one say nothing."""
+    return checked_maps({name: tensor for name, tensor in tensors.items() if name not in VERIFIERS})
+
+
+def checked_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without d2t and t2d where they keep the target's whole vocabulary; stops where they contradict each other."""
+    if "t2d" in tensors and bool(tensors["t2d"].all()) and not bool(tensors.get("d2t", tensors["t2d"].new_zeros(1)).any()):
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    if "t2d" in tensors and "d2t" in tensors:
+        kept = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        check(torch.equal(tensors["t2d"].nonzero()[:, 0], kept), "d2t and t2d keep different tokens of the target's; one of them is of another draft vocabulary")
+    return tensors
+
+
+def public_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A file of the whole vocabulary leaves the target's lm_head out: it is taken from the target there."""
+    return dict(tensors) if "d2t" in tensors else {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}

@@ -1,9 +1,8 @@
 """The official EAGLE-3 layout, as SpecForge writes it: LlamaForCausalLMEagle3, tensors under midlayer, optional reduced vocabulary."""
 
-import torch
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import renamed, said
+from dloop_train.checkpoints.parts import checked_maps, renamed, said
 from dloop_train.config import check
 from dloop_train.drafters.eagle3 import Eagle3Shape
 from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers, required
@@ -42,12 +41,8 @@ def write_config(shape: Eagle3Shape) -> dict:
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Maps of a draft vocabulary that is the target's whole one say nothing, and are left out; others must be one another's inverse."""
-    if "t2d" in tensors and bool(tensors["t2d"].all()) and not bool(tensors.get("d2t", tensors["t2d"].new_zeros(1)).any()):
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    if "t2d" in tensors and "d2t" in tensors:
-        kept = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        check(torch.equal(tensors["t2d"].nonzero()[:, 0], kept), "d2t and t2d keep different tokens of the target's; one of them is of another draft vocabulary")
+    """Our names. Maps of a draft vocabulary that is the target's whole one say nothing, and are left out (checked_maps)."""
+    tensors = checked_maps(tensors)
     return renamed(tensors, lambda name: name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name)
 
 

@@ -32,10 +32,13 @@ class Costs:
     def verification(self, tokens: int) -> float:
         return verification_seconds(self.verify, tokens)
 
+    def parts(self, round: Round, *, gated: bool) -> dict[str, float]:
+        """Seconds of a round by part, as decoding reports them, with or without a gate that looks at scores."""
+        return {"draft_first": self.draft_first, "draft_more": (round.stages - 1) * self.draft_more, "gate": gated * round.stages * self.gate,
+                "verify": self.verification(round.drafted + 1), "commit": self.overhead}
+
     def seconds(self, round: Round, *, gated: bool) -> float:
-        """Of a round, with or without a gate that looks at scores."""
-        return (self.draft_first + (round.stages - 1) * self.draft_more + gated * round.stages * self.gate
-                + self.verification(round.drafted + 1) + self.overhead)
+        return sum(self.parts(round, gated=gated).values())
 
     def tokens_per_second(self, rounds: Sequence[Round], *, gated: bool) -> float:
         return sum(round.emitted for round in rounds) / max(sum(self.seconds(round, gated=gated) for round in rounds), 1e-12)
@@ -87,10 +90,10 @@ def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[i
     verify[1] = part("verify", plain)
     deep = [r.seconds["draft_more"] / (r.stages - 1) for r in rounds if r.stages > 1]
     gates = [r.seconds["gate"] / r.stages for r in rounds if r.stages > 1]
-    if not deep or len(verify) <= stages:
+    if (stages > 1 and not deep) or len(verify) <= stages:
         raise ValueError("costs could not be measured: the answers are too short for a round of every depth; take prompts with longer answers, or more of them "
                          "(train.validate_prompts, evaluate.prompts). A training alone does without: train.validate_prompts=0 gate.threshold=-0.5")
-    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep), gate=median(gates), verify=verify,
+    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep or [0.0]), gate=median(gates or [0.0]), verify=verify,
                  overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
 
 

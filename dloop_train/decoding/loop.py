@@ -22,6 +22,11 @@ class Emission:
     tokens: list[int]
     round: Round | None
 
+    @property
+    def drafted_by(self) -> list[int]:
+        """The stage (from 1) that drafted each token; 0 for the target's own."""
+        return [0] * len(self.tokens) if self.round is None else self.round.drafted_by(len(self.tokens))
+
 
 @dataclass(frozen=True)
 class Drafted:

@@ -34,18 +34,21 @@ class Replay:
 
 @torch.inference_mode()
 def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int], *, stages: int, deepest: int | None = None, floor: float = float("-inf"),
-           max_new_tokens: int, temperature: float = 1.0, branches: int = 64) -> Replay:
+           max_new_tokens: int, temperature: float = 1.0, branches: int = 64, beyond: Sequence[int] | None = None) -> Replay:
     """Draft so many stages from every position of a greedy response, and up to the deepest where every stage has scored the floor
     or everything so far is accepted: gates of a threshold at or above the floor, and oracles, stop elsewhere.
 
-    Only the target's features are teacher-forced. Scores are those of a gate of this temperature. The text is known for k tokens
-    behind the response, because a round's first stage may reach so far beyond the end, and the target verifies it whole.
+    Only the target's features are teacher-forced. Scores are those of a gate of this temperature. `beyond` are at least k tokens of
+    the target's own behind the response, decoded here if they are not given: a round's first stage may reach so far beyond the
+    end, and the target verifies it whole.
     """
     device, deepest = target.device, deepest or stages
-    text, cache = torch.tensor([[*prompt, *response]], device=device), target.new_cache()
-    output = target.read(text, cache=cache, reads=drafter.shape.reads, logits=slice(-1, None))
-    known = [*response, *continuation(target, cache, output.logits, drafter.k)]
-    context = Context(torch.cat([text, text[:, -1:]], dim=1), output.features)
+    beyond = continuation(target, prompt, response, drafter.k) if beyond is None else beyond
+    assert len(beyond) >= drafter.k
+    known = [*response, *beyond[:drafter.k]]
+    text = torch.tensor([[*prompt, *response]], device=device)
+    features = target.read(text, reads=drafter.shape.reads).features
+    context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
     kv, projected = drafter.context_kv(context)
     truth = following(known, len(response), deepest * drafter.k).to(device)
     tokens, scores = [], []
@@ -59,14 +62,14 @@ def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Se
                    stops=target.spec.stop_ids)
 
 
-def continuation(target: Target, cache, logits: Tensor, count: int) -> list[int]:
-    """So many greedy tokens behind what `cache` holds, stop tokens or not; logits [1, 1, V] are those of its last row."""
-    tokens: list[int] = []
-    while True:
-        tokens.append(int(logits[0, -1].argmax()))
-        if len(tokens) == count:
-            return tokens
-        logits = target.read(torch.tensor([tokens[-1:]], device=target.device), cache=cache, logits=slice(-1, None)).logits
+@torch.inference_mode()
+def continuation(target: Target, prompt: Sequence[int], response: Sequence[int], count: int) -> list[int]:
+    """So many tokens of the target's own greedy text behind a response, stop tokens or not."""
+    tokens, cache, fed = [], target.new_cache(), [*prompt, *response]
+    for _ in range(count):
+        tokens.append(int(target.read(torch.tensor([fed], device=target.device), cache=cache, logits=slice(-1, None)).logits[0, -1].argmax()))
+        fed = tokens[-1:]
+    return tokens
 
 
 def following(known: Sequence[int], positions: int, width: int) -> Tensor:
@@ -153,11 +156,6 @@ def round_at(record: Replay, t: int, stages: int) -> Round:
 def walk_gate(record: Replay, gate: Gate) -> list[Round]:
     """Rounds under a gate, whose cap or threshold must keep it within what was drafted."""
     return walk(record, lambda t, scores, accepted: gate.more(scores), max_stages=gate.max_stages)
-
-
-def walk_longest(record: Replay, max_stages: int) -> list[Round]:
-    """Rounds of a gate that knows the acceptance and drafts on exactly while one more token will be accepted: no gate has a larger tau."""
-    return walk(record, lambda t, scores, accepted: accepted > len(scores) * record.k, max_stages=max_stages)
 
 
 def walk_oracle(record: Replay, seconds: Callable[[Round], float], max_stages: int) -> list[Round]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dloop_train.decoding.costs import verification_seconds
+from dloop_train.decoding.timing import Timing
 
 Floats = NDArray[np.float64]
 
@@ -74,13 +75,27 @@ def speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int, seed
     return Estimate(speedup(rows, baseline), *interval(slow / fast))
 
 
+def usual_speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int, seed: int = 0) -> Estimate:
+    """Speedup over the baseline with every round charged its kind's usual time (timing.py), paired by prompt.
+
+    What is usual is found again for every draw, so that the interval also covers how well it is known.
+    """
+    require_same_prompts(rows, baseline)
+    fast, slow = Timing.of(rows), Timing.of(baseline)
+    value = float((slow.seconds() / slow.tokens).mean() / (fast.seconds() / fast.tokens).mean())
+    return Estimate(value, *interval(slow.resampled_seconds_per_token(drawn_rows(baseline, draws, seed)) / fast.resampled_seconds_per_token(drawn_rows(rows, draws, seed))))
+
+
+def drawn_rows(rows: list[dict], draws: int, seed: int) -> NDArray[np.int64]:
+    """How often each row is in each draw of prompts; one seed gives the same prompts to every setting. -> [draws, R]"""
+    prompts, owner = np.unique([row["id"] for row in rows], return_inverse=True)
+    return np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), size=draws)[:, owner]
+
+
 def resampled_means(rows: list[dict], values: Floats, draws: int, seed: int) -> Floats:
     """Means over the responses of prompts drawn with replacement. One seed gives the same prompts to every setting. -> [draws]"""
-    prompts, owner = np.unique([row["id"] for row in rows], return_inverse=True)
-    times = np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), size=draws)  # [draws, prompts]
-    totals = np.bincount(owner, weights=values, minlength=len(prompts))
-    counts = np.bincount(owner, minlength=len(prompts))
-    return (times @ totals) / (times @ counts)
+    times = drawn_rows(rows, draws, seed)
+    return (times @ values) / times.sum(1)
 
 
 def interval(values: Floats) -> tuple[float, float]:

@@ -41,6 +41,17 @@ class DrafterShape:
     """Block drafters: which token a slot predicts."""
     head_scales: tuple[float, float | None] | None = None
     """Scale of the target's embeddings and softcap of its logits, where a file says them."""
+    draft_vocab_size: int = 0
+    """Target ids that can be drafted; 0 becomes the whole vocabulary."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
+        check(self.draft_vocab_size <= self.vocab_size, f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary of {self.vocab_size}")
+
+    @property
+    def reduced(self) -> bool:
+        """Whether some of the target's ids cannot be drafted."""
+        return self.draft_vocab_size < self.vocab_size
 
     @property
     def hidden_size(self) -> int:
@@ -119,6 +130,8 @@ class DrafterConfig:
     taps: list[int] = field(default_factory=list)
     """Tapped target layers; empty takes the target's list for this kind."""
     revision: str = "main"
+    draft_vocab_size: int = 0
+    """Target ids that can be drafted: the most frequent ones of the responses, and the stop ids. 0 keeps the whole vocabulary, or a checkpoint's own."""
     released: dict[str, int] = field(default_factory=dict)
     """What these settings would be for a drafter from scratch as large as the weights that `init` names: what a dry run reckons with before they are on this machine."""
 
@@ -133,9 +146,14 @@ class DrafterConfig:
     """Why a target may lack a pair with this family."""
     needs: ClassVar[str] = ""
     """What must be set beside init where there is no pair."""
+    reduced_format: ClassVar[str] = ""
+    """The public layout that can say a reduced draft vocabulary; empty where none can."""
 
     def __post_init__(self):
         check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")
+        check(self.draft_vocab_size >= 0, f"drafter.draft_vocab_size must not be negative, got {self.draft_vocab_size}")
+        check(not self.draft_vocab_size or bool(self.reduced_format),
+              f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary keeps; leave it out")
 
     def reads(self, taps: list[int]) -> Reads:
         """Which of the target's states the drafter reads."""
@@ -162,6 +180,10 @@ class DrafterConfig:
         """What of these settings an export must keep, since no public key tells it."""
         return {}
 
+    def drafting(self, k: int) -> "DrafterConfig":
+        """The same drafter with k tokens per stage."""
+        raise NotImplementedError
+
     def as_exported(self, section: dict) -> "DrafterConfig":
         """These settings as the dloop section of an export's config.json changes them: its own tokens per stage and form of own states."""
         return self
@@ -178,17 +200,25 @@ class Drafter(nn.Module):
     """Tokens per stage."""
     lag: ClassVar[int] = 0
     """Rows before the origin that belong to the branch and not to its context."""
+    vocabulary_rows: ClassVar[tuple[str, ...]] = ()
+    """Parameters with a row for each id of the draft vocabulary."""
 
     def __init__(self, shape: DrafterShape, head: TargetHead | None):
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList()
         self.norm = norm_of(shape.layers[0], shape.hidden_size)
+        # The public maps: target id = draft id + d2t, and which target ids are kept.
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if shape.reduced else None)
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if shape.reduced else None)
+        self.register_load_state_dict_post_hook(lambda drafter, _: drafter.borrow(drafter.head))  # another vocabulary, other rows of the head
         self.borrow(head)
 
     def borrow(self, head: TargetHead | None) -> None:
-        """Use this head for embeddings and logits."""
+        """Use this head for embeddings and, of its lm_head the rows of the draft vocabulary, for logits."""
         object.__setattr__(self, "head", head)
+        whole = head is None or not self.shape.reduced or len(head.lm_head_weight) == self.shape.draft_vocab_size
+        object.__setattr__(self, "draft_head", head if whole else head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
 
     # What a family implements
 
@@ -235,11 +265,41 @@ class Drafter(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of a stage to logits over the draft vocabulary. [..., D] -> [..., V]"""
-        return self.head.logits(self.norm(hidden))
+        return self.draft_head.logits(self.norm(hidden))
+
+    def require_reducible(self) -> None:
+        """Stop where no layout holds this drafter with a reduced draft vocabulary."""
+
+    def keep_tokens(self, ids: Tensor) -> None:
+        """Make these target ids [V_draft] (ascending) the draft vocabulary."""
+        check(len(ids) == self.shape.draft_vocab_size, f"{len(ids)} ids for a draft vocabulary of {self.shape.draft_vocab_size}")
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()[ids] = True
+        self.borrow(self.head)
+
+    def kept_ids(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def token_ids(self, drafted: Tensor) -> Tensor:
         """Ids of the draft vocabulary to ids of the target."""
-        return drafted
+        return drafted if self.d2t is None else drafted + self.d2t[drafted]
+
+    def drafted_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Target ids as ids of the draft vocabulary, and which of them are in it (None: all)."""
+        kept = self.kept_ids()
+        if kept is None:
+            return tokens, None
+        places = torch.searchsorted(kept, tokens).clamp(max=len(kept) - 1)
+        return places, kept[places] == tokens
+
+    def teacher_logits(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The target's logits over the draft vocabulary, and of which rows its most likely token is in it (None: all). [R, D] -> [R, V], [R]"""
+        if not self.shape.reduced:
+            return self.head.logits(teacher), None
+        whole = self.head.logits(teacher)
+        kept = whole[:, self.kept_ids()]
+        return kept, kept.amax(-1) == whole.amax(-1)
 
     def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
         """Choose the k tokens of a stage. [B, N, k]"""
@@ -259,8 +319,10 @@ class Drafter(nn.Module):
         """The target's embeddings in the drafter's dtype. [...] -> [..., D]"""
         return self.head.embed(tokens).to(self.norm.weight.dtype)
 
-    def start_vocabulary(self, counts: Counter[int], lm_head: Tensor) -> None:
-        """A vocabulary of the drafter's own starts as the target's; `counts` says how often responses hold a token."""
+    def start_vocabulary(self, counts: Counter[int], lm_head: Tensor, stop_ids: Sequence[int]) -> None:
+        """The draft vocabulary of a drafter from scratch; `counts` says how often responses hold a token. A head of its own starts as the target's."""
+        if self.shape.reduced:
+            self.keep_tokens(frequent_ids(counts, self.shape, stop_ids))
 
     def initialise(self, target: Target) -> None:
         """What of a drafter from scratch the target's last layers do not give; called without gradients."""
@@ -269,6 +331,24 @@ class Drafter(nn.Module):
     def flops(self) -> Flops:
         """What a training step's products are made of."""
         raise NotImplementedError
+
+
+def frequent_ids(counts: Counter[int], shape: DrafterShape, stop_ids: Sequence[int]) -> Tensor:
+    """The stop ids, then the most frequent tokens, then any, as many as the draft vocabulary has. [V_draft] ascending"""
+    frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    ordered = dict.fromkeys([*stop_ids, *frequent, *range(shape.vocab_size)])
+    return torch.tensor(sorted(list(ordered)[:shape.draft_vocab_size]))
+
+
+def with_vocabulary(drafter: Drafter, settings: DrafterConfig, ids: Tensor) -> Drafter:
+    """The same drafter with these target ids [V_draft] alone to draft, in the layout that can say it."""
+    drafter.require_reducible()
+    shape = replace(drafter.shape, draft_vocab_size=len(ids), format=settings.reduced_format)
+    smaller = settings.build(shape, drafter.head).to(drafter.norm.weight.dtype)
+    tensors = {name: tensor[ids] if name in drafter.vocabulary_rows else tensor for name, tensor in drafter.state_dict().items()}
+    smaller.keep_tokens(ids)
+    smaller.load_state_dict({**tensors, "d2t": smaller.d2t, "t2d": smaller.t2d})
+    return smaller
 
 
 def take(state: DraftState, branches: int | Tensor) -> DraftState:

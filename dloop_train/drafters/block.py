@@ -10,7 +10,7 @@ from dloop_train.config import check
 from dloop_train.drafters.attention import append
 from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
 from dloop_train.drafters.layers import DecoderLayer, Places, norm_of
-from dloop_train.drafters.sizes import architecture_of, layers_for
+from dloop_train.drafters.sizes import LayerSizes, architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
 from dloop_train.types import KV, Context, DraftStage, DraftState, TargetSpec
@@ -33,6 +33,7 @@ class BlockShape(DrafterShape):
     """k where a checkpoint drafts fewer tokens than its slots allow."""
 
     def __post_init__(self):
+        super().__post_init__()
         check(self.k >= 1, f"block_size {self.width} with num_draft_tokens {self.num_draft_tokens} leaves a {self.alignment} drafter no token to draft")
         check(0 <= self.mask_token_id < self.vocab_size, f"mask_token_id {self.mask_token_id} is not in the vocabulary of {self.vocab_size}")
 
@@ -82,6 +83,9 @@ class BlockConfig(DrafterConfig):
     def looped(self, shape: BlockShape) -> BlockShape:
         return replace(shape, state=self.state, slot=self.slot, width=self.width or shape.width)
 
+    def drafting(self, k: int) -> "BlockConfig":
+        return replace(self, width=k + (self.alignment == "fill_in"))
+
     def as_exported(self, section: dict) -> "BlockConfig":
         trained = {name: section[name] for name in ("state", "slot") if section.get("trained_depth_exposure") and name in section}
         return replace(self, width=0, **trained)
@@ -92,10 +96,19 @@ class BlockConfig(DrafterConfig):
     def shape_fields(self, target: TargetSpec, taps: list[int]) -> dict:
         """What all block drafters from scratch have in common."""
         native = self.follows_target and architecture_of(target.text_config) == "gemma4"
-        return dict(format=self.format, layers=layers_for(target.text_config, "gemma4" if native else "qwen3", self.layers), taps=tuple(taps),
+        layers = layers_for(target.text_config, "gemma4" if native else "qwen3", self.layers)
+        if self.draft_vocab_size:
+            require_qwen3(layers)
+        return dict(format=self.reduced_format if self.draft_vocab_size else self.format, draft_vocab_size=self.draft_vocab_size, layers=layers, taps=tuple(taps),
                     num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, width=self.width or 8,
                     alignment=self.alignment, mask_token_id=target.mask_token_id, state=self.state, slot=self.slot,
                     head_scales=(target.embed_scale, target.softcap) if native else None)
+
+
+def require_qwen3(layers: Sequence[LayerSizes]) -> None:
+    """The speculators layout, which alone can say a draft vocabulary, holds Qwen3's layers."""
+    found = sorted({layer.architecture for layer in layers})
+    check(found == ["qwen3"], f"drafter.draft_vocab_size: the layout that can say a draft vocabulary holds qwen3 layers, this drafter has {', '.join(found)}; leave it out")
 
 
 class BlockDrafter(Drafter):
@@ -120,6 +133,9 @@ class BlockDrafter(Drafter):
         rows = self.hidden_norm(self.fc(context.features))  # once, the same for every layer
         places = self.places_of(context)
         return tuple(layer.self_attn.project(rows, places) for layer in self.layers), rows
+
+    def require_reducible(self) -> None:
+        require_qwen3(self.shape.layers)
 
     def absorb(self, state: DraftState) -> DraftState:
         """Own states of the last stage become k context entries at its positions, projected by every layer (the paper's Eq. 3)."""
@@ -163,4 +179,4 @@ class BlockDrafter(Drafter):
         keys = linear_work(*(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)))
         return Flops(context=linear_work(self.fc, reaches_inputs=False) + keys, stage=self.shape.width * linear_work(self.layers), own=keys,
                      queries=self.shape.width, passes=1, has_own=True, slots=Work(),
-                     row=frozen_work(self.shape.vocab_size, self.shape.hidden_size), teacher=Work())
+                     row=frozen_work(self.shape.draft_vocab_size, self.shape.hidden_size), teacher=Work())

@@ -9,7 +9,7 @@ from dloop_train.config import check
 from dloop_train.drafters.attention import append
 from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
 from dloop_train.drafters.layers import Places
-from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
+from dloop_train.drafters.losses import by_slot, hits, only, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
 
@@ -17,12 +17,8 @@ from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Stage
 class ChainShape(DrafterShape):
     """A chain drafter's checkpoint."""
 
-    draft_vocab_size: int
     steps: int | None = None
     """Passes it was trained to unroll, where the config says so."""
-
-    def __post_init__(self):
-        check(self.draft_vocab_size <= self.vocab_size, f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary of {self.vocab_size}")
 
 
 @dataclass(kw_only=True)
@@ -40,6 +36,9 @@ class ChainConfig(DrafterConfig):
         super().__post_init__()
         check(self.tokens_per_stage >= 1, f"drafter.tokens_per_stage must be positive, got {self.tokens_per_stage}")
         check(0 < self.decay <= 1, f"drafter.decay must be in (0, 1], got {self.decay}")
+
+    def drafting(self, k: int) -> "ChainConfig":
+        return replace(self, tokens_per_stage=k)
 
     def as_exported(self, section: dict) -> "ChainConfig":
         return replace(self, tokens_per_stage=section.get("tokens_per_stage", self.tokens_per_stage))
@@ -73,25 +72,17 @@ class ChainDrafter(Drafter):
 
     def head_logits(self, normed: Tensor) -> Tensor:
         """Normed hidden states to logits over the draft vocabulary."""
-        return self.head.logits(normed)
+        return self.draft_head.logits(normed)
 
     def head_weights(self) -> tuple[Tensor, ...]:
         """Parameters of the drafter's own lm_head; none where it reads the target's."""
         return ()
 
-    def kept_ids(self) -> Tensor | None:
-        """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
-        return None
+    def compared_rows(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The target's logits over the draft vocabulary, and which rows carry loss (None: all). [R, D] -> [R, V], [R]"""
+        return self.teacher_logits(teacher)
 
     # What all share
-
-    def drafted_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Target ids as ids of the draft vocabulary, and which of them are in it (None: all)."""
-        kept = self.kept_ids()
-        if kept is None:
-            return tokens, None
-        places = torch.searchsorted(kept, tokens).clamp(max=len(kept) - 1)
-        return places, kept[places] == tokens
 
     def slot_weights(self) -> Tensor:
         return self.decay ** torch.arange(self.k)
@@ -122,8 +113,9 @@ class ChainDrafter(Drafter):
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head_logits(normed)
         with torch.no_grad():
-            target = self.head.logits(teacher.to(normed.dtype), self.kept_ids())
+            target, taught = self.compared_rows(teacher.to(normed.dtype))
         losses, _ = row_losses(logits, tokens, target, soft=1.0)
+        losses = only(losses, taught)
         return (weights * losses).sum(), by_slot(hits(logits, *self.drafted_ids(tokens)), slots, self.k, losses)
 
     def chain_flops(self, *, context: Work, one: Work, row: Work, has_own: bool) -> Flops:

@@ -78,7 +78,7 @@ class Domino(TokenHeadDrafter):
         self.base_share, self.base_until = base_share, base_until
         width, memory = shape.hidden_size, shape.gru_hidden_dim
         self.prefix_gru = nn.GRU(shape.target_hidden_size, memory, bias=False, batch_first=True)
-        self.embed_proj = nn.Sequential(nn.Linear(width + memory, shape.emb_dim, bias=False), nn.SiLU(), nn.Linear(shape.emb_dim, shape.vocab_size, bias=False))
+        self.embed_proj = nn.Sequential(nn.Linear(width + memory, shape.emb_dim, bias=False), nn.SiLU(), nn.Linear(shape.emb_dim, shape.draft_vocab_size, bias=False))
         # The first drafted tokens are the backbone's own.
         self.uncorrected = shape.pure_draft_prefix_len
         self.register_buffer("corrected", (torch.arange(shape.k) >= shape.pure_draft_prefix_len).float()[:, None], persistent=False)
@@ -116,7 +116,7 @@ class Domino(TokenHeadDrafter):
         share = self.base_share * (1 - min(progress / self.base_until, 1.0))
 
         def row_loss(normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-            base = self.head.logits(normed)
+            base = self.draft_head.logits(normed)
             final = base + self.expand(codes)
             losses, _ = row_losses(final, tokens, hard=1 - share)
             if share:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.block import BlockConfig, BlockShape
-from dloop_train.drafters.losses import by_slot, hits, row_losses, stage_loss
+from dloop_train.drafters.losses import by_slot, hits, only, row_losses, stage_loss
 from dloop_train.drafters.token_head import TokenHeadDrafter, before
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
@@ -50,6 +50,7 @@ class DSparkConfig(BlockConfig):
     """Keep the confidence loss from shaping the backbone and the Markov embedding."""
 
     family = "dspark"
+    reduced_format = "speculators_dspark"
     unpaired = "DSpark weights are released for Qwen3-4B, Qwen3-8B, Qwen3-14B and Gemma-4-12B"
     needs = ""
 
@@ -81,7 +82,7 @@ class MarkovHead(nn.Module):
         rank, width = shape.markov_rank, shape.hidden_size
         self.kind = shape.markov_head_type
         self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, shape.draft_vocab_size, bias=False)
         if self.kind == "gated":
             self.gate_proj = nn.Linear(width + rank, rank)
         if self.kind == "rnn":
@@ -102,6 +103,7 @@ class DSpark(TokenHeadDrafter):
     """0.1 CE + 0.9 L1 against the target's distribution + BCE of the confidence with one minus half the L1."""
 
     shape: DSparkShape
+    vocabulary_rows = ("markov_head.markov_w2.weight",)
 
     def __init__(self, shape: DSparkShape, head: TargetHead | None, settings: DSparkConfig):
         super().__init__(shape, head, settings.gamma)
@@ -164,19 +166,20 @@ class DSpark(TokenHeadDrafter):
 
     def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor,
                  confidence: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits = self.head.logits(normed) + self.expand(codes)
+        logits, (places, known) = self.draft_head.logits(normed) + self.expand(codes), self.drafted_ids(tokens)
         with torch.no_grad():
-            target = self.head.logits(teacher.to(normed.dtype))
-        # the L1 distance is twice the total variation
-        losses, apart = row_losses(logits, tokens, target, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight)
+            target, taught = self.teacher_logits(teacher.to(normed.dtype))
+        # The L1 distance is twice the total variation. Rows that a reduced vocabulary cannot say, by label or by teacher, carry neither.
+        losses, apart = row_losses(logits, places, target, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight)
+        losses = only(losses, None if known is None else known & taught)
         if confidence is not None:
             accepted = (1 - apart).clamp(0, 1)
             losses = losses + self.settings.confidence_weight * F.binary_cross_entropy_with_logits(confidence.to(accepted.dtype), accepted, reduction="none")
-        return (weights * losses).sum(), by_slot(hits(logits, tokens), slots, self.k, losses)
+        return (weights * losses).sum(), by_slot(hits(logits, places, known), slots, self.k, losses)
 
     def flops(self) -> Flops:
         plain, head = super().flops(), self.markov_head
         inner = linear_work(*(getattr(head, name) for name in ("gate_proj", "joint_proj") if hasattr(head, name)))
         confidence = linear_work(self.confidence_head, reaches_inputs=not self.settings.detach_confidence)
         return replace(plain, slots=self.k * (inner + confidence), row=plain.row + linear_work(head.markov_w2),
-                       teacher=Work(plain.row.forward + 4 * self.shape.vocab_size))  # and two products of the distributions, for their distance
+                       teacher=Work(2 * self.shape.vocab_size * self.shape.target_hidden_size + 4 * self.shape.draft_vocab_size))  # and two products of the distributions, for their distance

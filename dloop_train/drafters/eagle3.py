@@ -43,11 +43,13 @@ class Eagle3Shape(ChainShape):
 class Eagle3Config(ChainConfig):
     """EAGLE-3."""
 
-    draft_vocab_size: int = 0
-    """Reduced draft vocabulary of a drafter from scratch: the most frequent response tokens. 0 keeps the target's."""
     fc_norm: bool = False
+    outside: str = "skip"
+    """Rows whose most likely token of the target is outside a reduced draft vocabulary: skip leaves them out of the loss (the released
+    recipe); train teaches the rest of the target's distribution there too."""
 
     family = "eagle3"
+    reduced_format = "specforge_eagle3"
     unpaired = "EAGLE-3 weights fit one target each, and none are known for this one"
 
     def __post_init__(self):
@@ -56,6 +58,7 @@ class Eagle3Config(ChainConfig):
         check(self.format in FORMATS, f"drafter.format of eagle3 must be one of {FORMATS}, got {self.format!r}")
         check(self.format == "specforge_eagle3" or not (self.draft_vocab_size or self.fc_norm),
               f"drafter.draft_vocab_size and drafter.fc_norm belong to specforge_eagle3; the layout {self.format} has neither, leave them out")
+        check(self.outside in ("skip", "train"), f"drafter.outside must be skip or train, got {self.outside!r}")
         check(self.layers == 1, f"eagle3 drafters have one layer, got drafter.layers={self.layers}")
 
     def shape(self, target: TargetSpec, taps: list[int]) -> Eagle3Shape:
@@ -68,16 +71,18 @@ class Eagle3Config(ChainConfig):
                            head_scales=(target.embed_scale, target.softcap) if deepspec and native == "gemma4" else None)
 
     def build(self, shape: Eagle3Shape, head: TargetHead | None) -> "Eagle3":
-        return Eagle3(shape, head, k=self.tokens_per_stage, decay=self.decay)
+        return Eagle3(shape, head, k=self.tokens_per_stage, decay=self.decay, skip_outside=self.outside == "skip")
 
 
 class Eagle3(OwnKeysChain):
     """Feeds back its pre-norm output."""
 
     shape: Eagle3Shape
+    vocabulary_rows = ("lm_head.weight",)
 
-    def __init__(self, shape: Eagle3Shape, head: TargetHead | None, *, k: int, decay: float):
+    def __init__(self, shape: Eagle3Shape, head: TargetHead | None, *, k: int, decay: float, skip_outside: bool = True):
         super().__init__(shape, head, k=k, decay=decay)
+        self.skip_outside = skip_outside
         sizes, taps = shape.layers[0], len(shape.taps) or shape.num_taps
         self.fc = nn.Linear(taps * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.fc_norm = nn.ModuleList(norm_of(sizes, shape.target_hidden_size) for _ in range(taps)) if shape.fc_norm else None
@@ -85,21 +90,6 @@ class Eagle3(OwnKeysChain):
         layer.hidden_norm = norm_of(sizes, shape.hidden_size)
         self.layers.append(layer)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False) if shape.own_lm_head else None
-        reduced = shape.draft_vocab_size < shape.vocab_size
-        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None)
-        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None)
-
-    def keep_tokens(self, ids: Tensor) -> None:
-        """Make these target ids [V_draft] (ascending) the draft vocabulary."""
-        check(len(ids) == self.shape.draft_vocab_size, f"{len(ids)} ids for a draft vocabulary of {self.shape.draft_vocab_size}")
-        self.d2t.copy_(ids - torch.arange(len(ids)))
-        self.t2d.zero_()[ids] = True
-
-    def kept_ids(self) -> Tensor | None:
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def token_ids(self, drafted: Tensor) -> Tensor:
-        return drafted if self.d2t is None else drafted + self.d2t[drafted]
 
     def initialise(self, target: Target) -> None:
         """The fused features start as the output of the deepest tap."""
@@ -108,12 +98,8 @@ class Eagle3(OwnKeysChain):
             self.fc.weight.zero_()
             self.fc.weight[:, -width:] = torch.eye(width)
 
-    def start_vocabulary(self, counts: Counter[int], lm_head: Tensor) -> None:
-        """The draft vocabulary is the most frequent response tokens; its rows start as the target's."""
-        if self.d2t is not None:
-            frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-            unheard = [token for token in range(self.shape.vocab_size) if token not in counts]
-            self.keep_tokens(torch.tensor(sorted((frequent + unheard)[:self.shape.draft_vocab_size])))
+    def start_vocabulary(self, counts: Counter[int], lm_head: Tensor, stop_ids: Sequence[int]) -> None:
+        super().start_vocabulary(counts, lm_head, stop_ids)
         if self.lm_head is not None:
             kept = self.kept_ids()
             self.lm_head.weight.copy_(lm_head if kept is None else lm_head[kept])
@@ -129,11 +115,17 @@ class Eagle3(OwnKeysChain):
         layer = self.layers[0]
         return hidden, torch.cat([layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(hidden)], dim=-1)
 
+    def require_reducible(self) -> None:
+        check(self.lm_head is not None, f"drafter.draft_vocab_size: the layout {self.shape.format} has no draft vocabulary; leave it out")
+
+    def compared_rows(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
+        return super().compared_rows(teacher) if self.skip_outside else (self.draft_head.logits(teacher), None)
+
     def head_weights(self) -> tuple[Tensor, ...]:
         return () if self.lm_head is None else (self.lm_head.weight,)
 
     def head_logits(self, normed: Tensor) -> Tensor:
-        return self.head.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return self.draft_head.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def fuse_work(self) -> Work:
         return linear_work(self.fc, reaches_inputs=self.fc_norm is not None)

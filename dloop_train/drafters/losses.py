@@ -164,6 +164,11 @@ def row_losses(logits: Tensor, tokens: Tensor, teacher: Tensor | None = None, *,
     return _RowLosses.apply(logits, tokens, teacher, hard, soft, apart)
 
 
+def only(losses: Tensor, rows: Tensor | None) -> Tensor:
+    """Losses [R] of these rows (bool [R], None: all); the others' are zero, with no gradient."""
+    return losses if rows is None else losses.masked_fill(~rows, 0.0)
+
+
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Row by row, without a product of their size. [R, V] twice -> [R]"""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]

@@ -58,7 +58,7 @@ class TokenHeadDrafter(BlockDrafter):
 
     def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
         normed = self.normed(stage)
-        base, prepared, memory, said = self.head.logits(normed), self.prepare(normed), self.start(anchors), []
+        base, prepared, memory, said = self.draft_head.logits(normed), self.prepare(normed), self.start(anchors), []
         for slot in range(self.k):
             code, memory = self.code(prepared, slot, memory)
             said.append(pick(base[:, :, slot] if slot < self.uncorrected else base[:, :, slot] + self.expand(code)))
@@ -67,7 +67,7 @@ class TokenHeadDrafter(BlockDrafter):
 
     def rescore(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor:
         normed = self.normed(stage)
-        return self.head.logits(normed) + self.expand(self.codes(normed, anchors, tokens))
+        return self.draft_head.logits(normed) + self.expand(self.codes(normed, anchors, tokens))
 
 
 def before(anchors: Tensor, tokens: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""evaluate: exported drafter -> live decoding of test prompts under each setting, and replay under a measured cost table."""
+"""evaluate: exported drafter -> live decoding of test prompts under each setting, and replay of more of them under a measured cost table."""
 
 import json
 import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,20 +15,26 @@ from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_costs, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
+from dloop_train.decoding.replay import Replay, walk_gate
 from dloop_train.decoding.rules import Chance, Rule
+from dloop_train.decoding.timing import disturbed
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import outside, start_ranks
 from dloop_train.phases import artifacts
-from dloop_train.phases.replaying import replay_all, sweep
+from dloop_train.phases.replaying import Beyond, replay_all, replayable, simulated, sweep
 from dloop_train.phases.validation import chosen_threshold
 from dloop_train.ranks import say
 from dloop_train.runs import key_of, read_jsonl, write_atomic, write_jsonl
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import as_dtype, load_target
 from dloop_train.targets.target import Target
+from dloop_train.types import Round
 
 PLAIN = "plain decoding"
 UNTOUCHED = "untouched"
+TRAINED = "trained"
+SINGLE = "single_stage.json"
+"""Beside the rounds: what replay on validation responses predicts of a single stage by its tokens, and which is best."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +43,38 @@ class Setting:
 
     label: str
     drafter: str | None
+    """Which of the run's drafters."""
     gate: Gate
+    k: int = 0
+    """Tokens per stage; 0 is the drafter's own."""
 
     @property
     def slug(self) -> str:
         return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
 
+    @property
+    def loaded_as(self) -> tuple[str | None, int]:
+        """A drafter with so many tokens per stage is one of its own."""
+        return self.drafter, self.k
+
     def row(self, k: int, rule: Rule) -> dict:
         gated = not isinstance(self.gate, Never)
-        return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": self.gate.threshold, "k": k,
-                "rounds": f"rounds/{self.slug}.jsonl", "gate_temperature": self.gate.temperature if self.gate.needs_scores else None, **rule.row()}
+        return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": self.gate.threshold, "k": k, "rounds": f"rounds/{self.slug}.jsonl",
+                "replayed": f"replayed/{self.slug}.jsonl", "gate_temperature": self.gate.temperature if self.gate.needs_scores else None, **rule.row()}
 
 
 def run(config: Config) -> None:
     folder = artifacts.run_folder(config) / "evaluation"
     folders = drafter_folders(config)
     check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
-    settings = settings_of(config, folders)
-    require_same_evaluation(config, folder, folders, settings)
+    require_same_evaluation(config, folder, folders)
     if (folder / "settings.json").is_file():
         say(f"evaluate: done before, {folder}")
         return
     if outside(config.launch):
         start_ranks(config, "evaluate", alone=True)
         return
-    target = load_target(config.target, dtype=config.evaluate.dtype)
-    drafters = {label: load_for(target, path, config) for label, path in folders.items()}
-    responses = artifacts.greedy_responses(config, "test")
-    if len(responses) < config.evaluate.prompts:
-        say(f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})")
-    responses = responses[:config.evaluate.prompts]
-    check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")
-    decode_live(config, folder, target, drafters, settings, responses)
-    replay_settings(config, folder, target, drafters, responses)
-    write_atomic(folder / "settings.json", json.dumps([s.row(drafters[s.drafter].k if s.drafter else 0, config.rule) for s in settings], indent=1))
+    Evaluation(config, folder, folders, greedy_test_responses(config)).run()
     say(f"evaluate: {folder}")
 
 
@@ -78,25 +83,51 @@ def rank_main(config: Config) -> None:
     run(config)
 
 
+# What is compared
+
+
 def drafter_folders(config: Config) -> dict[str, Path]:
     """Label -> folder of every drafter in the table."""
     folders = {}
     if config.drafter.init != "scratch":
         folders[UNTOUCHED] = locate_drafter(config.drafter.init, config.drafter.revision)
-    folders["trained"] = artifacts.run_folder(config) / "drafter"
-    return folders | {label: Path(path) for label, path in config.evaluate.extra.items()}
+    extra = {label: locate_drafter(place, "main") if place.startswith("starter:") else Path(place) for label, place in config.evaluate.extra.items()}
+    return folders | extra | {TRAINED: artifacts.run_folder(config) / "drafter"}
 
 
-def settings_of(config: Config, folders: dict[str, Path]) -> list[Setting]:
-    """Each drafter without and with its gate; the trained one also at the paper's threshold, where another was chosen, and at those asked for."""
+def greedy_test_responses(config: Config) -> list[Response]:
+    """The greedy test answers, of which the first evaluate.prompts are decoded live."""
+    responses = list(artifacts.greedy_responses(config, "test"))
+    if len(responses) < config.evaluate.prompts:
+        say(f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})")
+    check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")
+    return responses
+
+
+def validation_responses(config: Config) -> list[Response]:
+    """What thresholds and tokens per stage are chosen on."""
+    return artifacts.greedy_responses(config, "validation")[:config.train.validate_prompts]
+
+
+def settings_of(config: Config, folders: dict[str, Path], single: int) -> list[Setting]:
+    """Plain decoding, the best single stage (of `single` tokens; 0 where none was looked for), and each drafter with its gate.
+
+    With evaluate.rows=all also each drafter's own single stage, and the trained one at the paper's threshold where another was chosen.
+    """
     gates = {label: gate_for(config, label, folder) for label, folder in folders.items()}
+    whole, reference = config.evaluate.rows == "all", next(iter(folders))
     settings = [Setting(PLAIN, None, Never())]
+    if single:
+        settings.append(Setting(f"best single stage, k = {single}", reference, Never(), single))
     for label, gate in gates.items():
-        settings += [Setting(f"{label} S=1", label, Never()), Setting(f"{label} + gate" + (" (DLoop)" if label == "trained" else ""), label, gate)]
-    chosen = gates["trained"]
-    for threshold in dict.fromkeys([*([chosen.paper_threshold] if config.gate.by_replay else []), *config.evaluate.live_thresholds]):
+        if whole or (not single and label == reference):
+            settings.append(Setting(f"{label} S=1", label, Never()))
+        settings.append(Setting(f"{label} + gate" + (" (DLoop)" if label == TRAINED else ""), label, gate))
+    chosen = gates[TRAINED]
+    papers = [chosen.paper_threshold] if config.gate.by_replay and whole else []
+    for threshold in dict.fromkeys([*papers, *config.evaluate.live_thresholds]):
         if threshold != chosen.threshold:
-            settings.append(Setting(f"trained + gate {threshold:g}", "trained", DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
+            settings.append(Setting(f"{TRAINED} + gate {threshold:g}", TRAINED, DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
     return settings
 
 
@@ -111,40 +142,175 @@ def gate_for(config: Config, label: str, folder: Path) -> Gate:
     return config.gate.at(config.gate.paper_threshold if threshold is None else threshold)
 
 
-def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path], settings: list[Setting]) -> None:
+def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path]) -> None:
     """Start anew when what is evaluated has changed."""
     weights = {label: weights_digest(path) for label, path in folders.items()}
+    gates = {label: repr(gate_for(config, label, path)) for label, path in folders.items()}
     sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
-    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter), "greedy": artifacts.greedy(config).key,
-                                "settings": [[s.label, repr(s.gate)] for s in settings], **sampled})}
+    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter),
+                                "greedy": artifacts.greedy(config).key, "gates": gates, **sampled})}
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
         say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
-        for old in [folder / "settings.json", *folder.glob("rounds/*.jsonl")]:  # settings.json says "done", so it goes first
+        for old in [folder / "settings.json", folder / SINGLE, *folder.glob("rounds/*.jsonl"), *folder.glob("replayed/*.jsonl")]:  # settings.json says "done", so it goes first
             old.unlink(missing_ok=True)
     write_atomic(path, json.dumps(made_from))
 
 
-def load_for(target: Target, folder: Path, config: Config) -> Drafter:
-    settings = config.drafter.as_exported(read_config(folder).get(SECTION, {}))  # each row of the table with its own k
+def load_for(target: Target, folder: Path, config: Config, k: int = 0) -> Drafter:
+    """A drafter with its own tokens per stage, or with k."""
+    settings = config.drafter.as_exported(read_config(folder).get(SECTION, {}))
+    settings = settings.drafting(k) if k else settings
     drafter = load_drafter(folder, settings, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), target=target.spec, taps=artifacts.taps(config))
     return drafter.to(target.device).eval()
 
 
-def decode_live(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], settings: list[Setting], responses: list[Response]) -> None:
-    """Every setting on every prompt, prompt by prompt, so that the machine's moods meet all settings alike. Resumes by prompt."""
-    rows = {setting.label: read_partial(folder, setting) for setting in settings}
-    done = min(map(len, rows.values()))
-    for setting in settings:
-        warm_up(target, drafters.get(setting.drafter), responses[0].prompt_ids, config.rule)
-    for response in tqdm(responses[done:], desc="evaluate", unit="prompt"):
-        texts = {}
+class Evaluation:
+    """The phase's work on one device: the choice of the single stage, live decoding, replay."""
+
+    def __init__(self, config: Config, folder: Path, folders: dict[str, Path], responses: list[Response]):
+        self.config, self.folder, self.folders, self.responses = config, folder, folders, responses
+        self.target = load_target(config.target, dtype=config.evaluate.dtype)
+        self.drafters: dict[tuple[str | None, int], Drafter] = {}
+        self.beyond: Beyond = {}
+        self.tables: dict[str, Costs] = {}
+        """Cost tables by what time depends on: drafters that differ in weights alone share one, so that no noise of the clock tells them apart."""
+
+    def run(self) -> None:
+        settings = settings_of(self.config, self.folders, self.single_stage())
+        self.decode_live(settings, self.responses[:self.config.evaluate.prompts])
+        self.replay(settings)
+        rows = [setting.row(self.drafter(*setting.loaded_as).k if setting.drafter else 0, self.config.rule) for setting in settings]
+        write_atomic(self.folder / "settings.json", json.dumps(rows, indent=1))
+
+    def drafter(self, label: str | None, k: int = 0) -> Drafter | None:
+        if label is not None and (label, k) not in self.drafters:
+            self.drafters[label, k] = load_for(self.target, self.folders[label], self.config, k)
+        return self.drafters.get((label, k))
+
+    def costs(self, drafter: Drafter, stages: int) -> Costs:
+        shape = repr((drafter.shape, drafter.k))
+        if shape not in self.tables:
+            prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
+            self.tables[shape] = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, stages))
+        return self.tables[shape]
+
+    def records(self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int) -> list[Replay]:
+        return replay_all(self.target, drafter, responses, gate, self.config.evaluate.thresholds, self.beyond, stages=stages,
+                          max_new_tokens=self.config.generate.greedy_max_new_tokens)
+
+    # The best single stage
+
+    def single_stage(self) -> int:
+        """Tokens of the single stage that replay on validation responses predicts to be fastest, for the first drafter; 0 where none is looked for."""
+        path, responses = self.folder / SINGLE, validation_responses(self.config)
+        if not self.config.evaluate.single_stages or not responses:
+            return 0
+        if not path.is_file():
+            label = next(iter(self.folders))
+            tried = sorted({*self.config.evaluate.single_stages, self.drafter(label).k})
+            found = [{"k": k, **self.predicted_single(label, k, responses)} for k in tqdm(tried, desc="single stages", unit="k")]
+            write_atomic(path, json.dumps({"best": max(found, key=lambda one: one["tokens_per_second"])["k"], "found": found}, indent=1))
+        return json.loads(path.read_text())["best"]
+
+    def predicted_single(self, label: str, k: int, responses: list[Response]) -> dict:
+        drafter = load_for(self.target, self.folders[label], self.config, k)
+        return simulated(self.records(drafter, responses, Never(max_stages=1), 1), Never(), self.costs(drafter, 1))
+
+    # Live
+
+    def decode_live(self, settings: list[Setting], responses: list[Response]) -> None:
+        """Every setting on every prompt, prompt by prompt, so that all settings meet the machine alike. Resumes by prompt.
+
+        Prompts during which the machine was busy are decoded once more, and the quicker time of each setting stays.
+        """
+        rows = {setting.label: read_partial(self.folder, setting) for setting in settings}
+        done = min(map(len, rows.values()))
         for setting in settings:
-            row, texts[setting.label] = decode_one(config, target, drafters.get(setting.drafter), setting, response)
-            row |= compared(config.rule, target, response, texts[PLAIN], texts[setting.label])
-            rows[setting.label] = rows[setting.label][:done] + [row]
-            write_jsonl(folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
-        done += 1
+            warm_up(self.target, self.drafter(*setting.loaded_as), responses[0].prompt_ids, self.config.rule)
+        for response in tqdm(responses[done:], desc="evaluate", unit="prompt"):
+            decoded = self.decode_prompt(settings, response)
+            for setting in settings:
+                rows[setting.label] = rows[setting.label][:done] + [decoded[setting.label]]
+                write_jsonl(self.folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
+            done += 1
+        self.decode_again(settings, rows, responses)
+
+    def decode_again(self, settings: list[Setting], rows: dict[str, list[dict]], responses: list[Response]) -> None:
+        whole = [number for number in range(len(responses)) if all(found[number]["rounds"] for found in rows.values())]
+        busy = disturbed([[found[number] for number in whole] for found in rows.values()]) if whole else []
+        again = [whole[place] for place in busy if "again" not in rows[PLAIN][whole[place]]]
+        if again:
+            say(f"evaluate: the machine was busy during {len(again)} of {len(responses)} prompts; they are decoded once more")
+        for number in tqdm(again, desc="evaluate again", unit="prompt", disable=not again):
+            decoded = self.decode_prompt(settings, responses[number])
+            for setting in settings:
+                both = (rows[setting.label][number], decoded[setting.label])
+                rows[setting.label][number] = min(both, key=lambda row: row["seconds"]) | {"again": True}
+                write_jsonl(self.folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
+
+    def decode_prompt(self, settings: list[Setting], response: Response) -> dict[str, dict]:
+        """A prompt under every setting, by label."""
+        found, texts = {}, {}
+        for setting in settings:
+            row, texts[setting.label] = decode_one(self.config, self.target, self.drafter(*setting.loaded_as), setting, response)
+            found[setting.label] = row | compared(self.config.rule, self.target, response, texts[PLAIN], texts[setting.label])
+        return found
+
+    # Replay
+
+    def replay(self, settings: list[Setting]) -> None:
+        """Cost tables and threshold sweeps of the drafters, on test responses and, for choosing, on validation responses; and every setting's simulated rounds."""
+        swept, costs, records, validation = {}, {}, {}, validation_responses(self.config)
+        for setting in tqdm(settings[1:], desc="replay", unit="setting"):
+            drafter = self.drafter(*setting.loaded_as)
+            if setting.loaded_as not in records:
+                gate, stages = (Never(max_stages=1), 1) if setting.k else (self.config.gate, self.config.evaluate.replay_stages)
+                records[setting.loaded_as] = self.records(drafter, self.responses, gate, stages)
+                costs[setting.loaded_as] = self.costs(drafter, stages)
+                if not setting.k:
+                    swept[setting.drafter] = self.sweep(drafter, records[setting.loaded_as], costs[setting.loaded_as]) | {
+                        "validation": self.sweep(drafter, self.records(drafter, validation, gate, stages), costs[setting.loaded_as]) if validation else None}
+            write_jsonl(self.folder / "replayed" / f"{setting.slug}.jsonl",
+                        simulated_rows(replayable(self.responses), records[setting.loaded_as], setting.gate, costs[setting.loaded_as]))
+        write_jsonl(self.folder / "replayed" / f"{settings[0].slug}.jsonl", plain_rows(replayable(self.responses), next(iter(costs.values()))))
+        write_atomic(self.folder / "replay.json", json.dumps(swept, indent=1))
+        write_atomic(self.folder / "costs.json", json.dumps({label: table.row() for (label, k), table in costs.items() if not k}, indent=1))
+
+    def sweep(self, drafter: Drafter, records: list[Replay], costs: Costs) -> dict:
+        return sweep(records, self.config.evaluate.thresholds, costs, drafter.k, self.config.gate.max_stages)
+
+
+def read_partial(folder: Path, setting: Setting) -> list[dict]:
+    path = folder / "rounds" / f"{setting.slug}.jsonl"
+    return read_jsonl(path) if path.is_file() else []
+
+
+def decode_one(config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response) -> tuple[dict, list[int]]:
+    """One response as a record. The clock starts at the end of the first draft, as in z-lab's protocol."""
+    emissions = list(decode(target, drafter, setting.gate, response.prompt_ids, max_new_tokens=config.evaluate.max_new_tokens, rule=config.rule,
+                            chance=Chance(config.rule.seed, response.id)))
+    text = [token for emission in emissions for token in emission.tokens]
+    rounds = [asdict(emission.round) | {"tokens": emission.tokens} for emission in emissions if emission.round is not None]
+    return record_of(response, len(text), rounds) | {"first_token": text[0]}, text
+
+
+def record_of(response: Response, tokens: int, rounds: list[dict]) -> dict:
+    """A response's row, with the time from the end of the first draft on."""
+    seconds = sum(sum(one["seconds"].values()) for one in rounds) - (rounds[0]["seconds"].get("draft_first", 0.0) if rounds else 0.0)
+    return {"id": response.id, "category": response.category, "prompt_tokens": len(response.prompt_ids), "tokens": tokens, "seconds": seconds, "rounds": rounds}
+
+
+def simulated_rows(responses: list[Response], records: list[Replay], gate: Gate, costs: Costs) -> list[dict]:
+    """Simulated rounds in the form of decoded ones; their seconds are those of the cost table."""
+    parts = partial(costs.parts, gated=gate.needs_scores)
+    return [record_of(response, record.length, [asdict(one) | {"seconds": parts(one)} for one in walk_gate(record, gate)])
+            for response, record in zip(responses, records, strict=True)]
+
+
+def plain_rows(responses: list[Response], costs: Costs) -> list[dict]:
+    step = asdict(Round(0, 0, 0, 1, (), {"verify": costs.plain}))
+    return [record_of(response, len(response.response_ids), [step] * (len(response.response_ids) - 1)) for response in responses]
 
 
 def compared(rule: Rule, target: Target, response: Response, plain: list[int], text: list[int]) -> dict:
@@ -167,41 +333,3 @@ def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[
     logits = target.read(torch.tensor([[*prompt, *plain[:where]]], device=target.device), logits=slice(-1, None)).logits[0, -1]
     two = logits[[plain[where], text[where]]].double()
     return float((two[0] - two[1]).abs() / (torch.finfo(logits.dtype).eps * two.abs().max()))
-
-
-def read_partial(folder: Path, setting: Setting) -> list[dict]:
-    path = folder / "rounds" / f"{setting.slug}.jsonl"
-    return read_jsonl(path) if path.is_file() else []
-
-
-def decode_one(config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response) -> tuple[dict, list[int]]:
-    """One response as a record. The clock starts at the end of the first draft, as in z-lab's protocol."""
-    emissions = list(decode(target, drafter, setting.gate, response.prompt_ids, max_new_tokens=config.evaluate.max_new_tokens, rule=config.rule,
-                            chance=Chance(config.rule.seed, response.id)))
-    rounds = [emission.round for emission in emissions if emission.round is not None]
-    text = [token for emission in emissions for token in emission.tokens]
-    seconds = sum(sum(round.seconds.values()) for round in rounds) - (rounds[0].seconds.get("draft_first", 0.0) if rounds else 0.0)
-    return {"id": response.id, "category": response.category, "prompt_tokens": len(response.prompt_ids), "tokens": len(text), "seconds": seconds,
-            "rounds": [asdict(round) for round in rounds]}, text
-
-
-def replay_settings(config: Config, folder: Path, target: Target, drafters: dict[str, Drafter], responses: list[Response]) -> None:
-    """Costs and threshold sweeps per drafter, on test responses and, for choosing, on validation responses."""
-    validation = artifacts.greedy_responses(config, "validation")[:config.train.validate_prompts]
-    prompts = [response.prompt_ids for response in sorted(responses, key=lambda r: -len(r.response_ids))]
-    swept, costs, by_shape = {}, {}, {}
-    for label, drafter in tqdm(drafters.items(), desc="replay", unit="drafter"):
-        shape = repr((drafter.shape, drafter.k))  # what time depends on: drafters that differ in weights alone share a table, and the machine's mood with it
-        if shape not in by_shape:
-            by_shape[shape] = measure_costs(target, drafter, prompts, stages=min(MEASURED_DEPTH, config.evaluate.replay_stages))
-        costs[label] = by_shape[shape]
-        swept[label] = sweep_on(config, target, drafter, costs[label], responses) | {
-            "validation": sweep_on(config, target, drafter, costs[label], validation) if validation else None}
-    write_atomic(folder / "replay.json", json.dumps(swept, indent=1))
-    write_atomic(folder / "costs.json", json.dumps({label: cost.row() for label, cost in costs.items()}, indent=1))
-
-
-def sweep_on(config: Config, target: Target, drafter: Drafter, costs: Costs, responses: list[Response]) -> dict:
-    """Thresholds simulated on what the drafter would draft from every position of these responses."""
-    records = replay_all(target, drafter, responses, config.gate, config.evaluate.thresholds, stages=config.evaluate.replay_stages, max_new_tokens=config.generate.greedy_max_new_tokens)
-    return sweep(records, config.evaluate.thresholds, costs, drafter.k, config.gate.max_stages)

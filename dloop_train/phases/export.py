@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dloop_train import __version__
-from dloop_train.checkpoints.files import SECTION, check_export, layout_modules, read_config, save_drafter
+from dloop_train.checkpoints.files import SECTION, check_export, layout_modules, locate_drafter, read_config, save_drafter
 from dloop_train.config import Config, check
 from dloop_train.decoding.gates import Gate
 from dloop_train.drafters.base import Drafter
@@ -52,6 +52,13 @@ def gate_of(config: Config, step: int) -> Gate:
     return config.gate.at(threshold)
 
 
+def depth_exposure_of(config: Config, step: int) -> int:
+    """N that weights were trained with: before the first step, what the drafter says that training started from."""
+    if step > 0 or config.drafter.init == "scratch":
+        return config.train.depth_exposure
+    return read_config(locate_drafter(config.drafter.init, config.drafter.revision)).get(SECTION, {}).get("trained_depth_exposure", 0)
+
+
 def put_into_target(config: Config, drafter: Drafter, folder: Path) -> None:
     """Where engines read a drafter out of the target's own files, copies of these with the trained tensors in them."""
     merge = getattr(layout_modules()[drafter.shape.format], "merge_into", None)
@@ -70,7 +77,7 @@ def dloop_section(config: Config, drafter, step: int) -> dict:
     """What config.json says of loop-awareness and of where the weights come from."""
     gate = gate_of(config, step)
     return {"threshold": gate.threshold, "paper_threshold": gate.paper_threshold, "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
-            "trained_depth_exposure": config.train.depth_exposure, "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
+            "trained_depth_exposure": depth_exposure_of(config, step), "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
             "provenance": {"versions": versions(),
                            "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init, "backbone": config.drafter.backbone,
                            "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "checkpoint": config.export.checkpoint, "step": step}}

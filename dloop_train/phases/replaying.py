@@ -6,16 +6,30 @@ from functools import partial
 from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import Costs
 from dloop_train.decoding.gates import DLoop, Gate, Never
-from dloop_train.decoding.replay import Replay, replay, walk_gate, walk_longest, walk_oracle
+from dloop_train.decoding.replay import Replay, continuation, replay, walk_gate, walk_oracle
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
 from dloop_train.types import Round
 
+Beyond = dict[str, list[int]]
+"""The target's tokens behind the end of responses, by id: decoded once, for all drafters that are replayed."""
 
-def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], gate: Gate, thresholds: Sequence[float], *, stages: int, max_new_tokens: int) -> list[Replay]:
-    """So many stages from every position, at most as many as the gate has; and all that it may draft at any of the thresholds."""
-    return [replay(target, drafter, r.prompt_ids, r.response_ids, stages=min(stages, gate.max_stages), deepest=gate.max_stages, floor=gate.floor(thresholds),
-                   max_new_tokens=max_new_tokens, temperature=gate.temperature) for r in responses if len(r.response_ids) > 1]
+
+def replayable(responses: Sequence[Response]) -> list[Response]:
+    """Those that leave something to draft behind the prefill's token."""
+    return [response for response in responses if len(response.response_ids) > 1]
+
+
+def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], gate: Gate, thresholds: Sequence[float], beyond: Beyond, *,
+               stages: int, max_new_tokens: int) -> list[Replay]:
+    """So many stages from every position, at most as many as the gate has; and all that it may draft at any of the thresholds. Fills `beyond`."""
+    records = []
+    for r in replayable(responses):
+        if len(beyond.get(r.id, ())) < drafter.k:
+            beyond[r.id] = continuation(target, r.prompt_ids, r.response_ids, drafter.k)
+        records.append(replay(target, drafter, r.prompt_ids, r.response_ids, stages=min(stages, gate.max_stages), deepest=gate.max_stages, floor=gate.floor(thresholds),
+                              max_new_tokens=max_new_tokens, temperature=gate.temperature, beyond=beyond[r.id]))
+    return records
 
 
 def tau_of(walks: Sequence[Sequence[Round]]) -> float:
@@ -69,17 +83,10 @@ def simulated(records: Sequence[Replay], gate: Gate, costs: Costs) -> dict:
 
 
 def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, max_stages: int) -> dict:
-    """S = 1, every threshold and what bounds them: tau and predicted tokens per second, with at most max_stages.
-
-    No gate is faster than `oracle`, and none has a larger tau than `longest`; both know what will be accepted and pay for no gate.
-    """
-    def bound(walks: list[list[Round]]) -> dict:
-        return predicted(walks, costs, gated=False)
-
+    """S = 1, every threshold and the oracle, than which no gate is faster: tau and predicted tokens per second, with at most max_stages."""
     stages = records[0].stages if records else 1
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
     return {"k": k, "S1": simulated(records, Never(), costs),
-            "oracle": bound([walk_oracle(record, partial(costs.seconds, gated=False), max_stages) for record in records]),
-            "longest": bound([walk_longest(record, max_stages) for record in records]),
+            "oracle": predicted([walk_oracle(record, partial(costs.seconds, gated=False), max_stages) for record in records], costs, gated=False),
             "sweep": [{"threshold": threshold, **simulated(records, DLoop(threshold=threshold, max_stages=max_stages), costs)} for threshold in thresholds],
             "full_acceptance_by_stage": full_acceptance(always, k, stages)}

@@ -10,17 +10,23 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from dloop_train.checkpoints.files import SECTION, read_config
 from dloop_train.config import Config, check
+from dloop_train.data.chat import pieces
 from dloop_train.decoding import statistics
 from dloop_train.decoding.rules import GREEDY
 from dloop_train.decoding.statistics import Estimate
+from dloop_train.decoding.timing import BUSY, Timing, steadied
 from dloop_train.phases import artifacts, figures
+from dloop_train.phases.evaluate import SINGLE, TRAINED
 from dloop_train.ranks import say
 from dloop_train.runs import read_jsonl, write_atomic
+from dloop_train.targets.sources import load_tokenizer
 from dloop_train.training.metrics import log_report
+from dloop_train.types import Round
 
 PACKAGES = ("dloop_train", "torch", "transformers", "deepspeed", "numpy")
 CALIBRATED_STAGES = 3
@@ -30,10 +36,16 @@ TABLED_STAGES = 4
 
 @dataclass(frozen=True)
 class Results:
-    """What evaluation and training left behind. `rows` is by setting, on the same prompts, all with at least one round."""
+    """What evaluation and training left behind. Rows are by setting, on the same prompts, all with at least one round."""
 
     settings: list[dict]
+    clocked: dict[str, list[dict]]
+    """What the clock showed; `rows` has usual times in its place (decoding/timing.py)."""
     rows: dict[str, list[dict]]
+    replayed: dict[str, list[dict]]
+    """Simulated rounds on all greedy test responses, timed by the cost table."""
+    single: dict
+    """What was predicted of single stages by their tokens; empty where no best one was looked for."""
     replay: dict[str, dict]
     costs: dict[str, dict]
     metrics: list[dict]
@@ -49,7 +61,7 @@ class Results:
 
     @property
     def reference(self) -> dict:
-        """The first setting that drafts: the untouched drafter with one stage."""
+        """The first setting that drafts: a single stage, the best one where evaluation looked for it."""
         return self.settings[1]
 
     @property
@@ -58,9 +70,9 @@ class Results:
 
     @property
     def headline(self) -> dict:
-        """The first gated setting of another drafter than the reference's; the untouched drafter's own where there is none."""
-        others = [setting for setting in self.gated if setting["drafter"] != self.reference["drafter"]]
-        return (others or self.gated or [self.settings[-1]])[0]
+        """The first gated setting of the trained drafter; another gated one where it has none."""
+        trained = [setting for setting in self.gated if setting["drafter"] == TRAINED]
+        return (trained or self.gated or [self.settings[-1]])[0]
 
 
 @dataclass(frozen=True)
@@ -81,15 +93,18 @@ def run(config: Config) -> None:
     text, path = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), folder / "report.json"
     changed = not path.is_file() or path.read_text(encoding="utf-8") != text
     shown = exhibits(results, report)
-    whole = page(report, shown)
+    whole = page(report, shown, example_sections(config, results))
     write_atomic(folder / "report.html", whole)
     if changed:
         log_report(folder, config.wandb, name=config.name, config=artifacts.described(config), rows=table_rows(report), summary=wandb_summary(report),
                    figures={one.title: one.image for one in shown if one.image is not None}, files={"report.html": whole, "report.json": text})
     write_atomic(path, text)  # last: it also says that the table was logged
     print(table(table_rows(report)))
-    print(headline(report))
-    print(losslessness(report))
+    print()
+    print(replayed_title(report))
+    print(table(replayed_rows(report)))
+    print()
+    print(*conclusions(report), sep="\n")
     say(f"report: {folder / 'report.html'}")
 
 
@@ -114,9 +129,12 @@ def read_results(folder: Path) -> Results:
         statistics.require_same_prompts(found, rows[settings[0]["label"]])
     without_round = {row["id"] for found in rows.values() for row in found if not row["rounds"]}
     rows = {label: [row for row in found if row["id"] not in without_round] for label, found in rows.items()}
+    single = evaluation / SINGLE
     check(bool(rows[settings[0]["label"]]),
           f"{evaluation} holds no prompt that every setting answered in a round; raise evaluate.prompts and rerun phases=[evaluate]")
-    return Results(settings=settings, rows=rows, left_out=len(without_round),
+    return Results(settings=settings, clocked=rows, rows={label: steadied(found) for label, found in rows.items()},
+                   replayed={setting["label"]: read_jsonl(required(evaluation / setting["replayed"])) for setting in settings},
+                   single=json.loads(single.read_text(encoding="utf-8")) if single.is_file() else {}, left_out=len(without_round),
                    replay=json.loads(required(evaluation / "replay.json").read_text(encoding="utf-8")),
                    costs=json.loads(required(evaluation / "costs.json").read_text(encoding="utf-8")),
                    metrics=optional(folder / "metrics.jsonl"),
@@ -141,7 +159,7 @@ def summarise(config: Config, results: Results) -> dict:
     """Everything that report.json holds."""
     return {"run": describe_run(config, results), "reference": results.reference["label"], "headline": results.headline["label"],
             "settings": [summarise_setting(config, results, setting) for setting in results.settings],
-            "replay": results.replay, "costs": results.costs}
+            "replay": results.replay, "costs": results.costs, "single_stages": results.single}
 
 
 def describe_run(config: Config, results: Results) -> dict:
@@ -161,7 +179,8 @@ def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
     rounds = statistics.rounds_of(rows)
     summary = {**{key: setting[key] for key in ("label", "drafter", "gated", "threshold", "gate_temperature", "k")},
                "tau": asdict(statistics.tau_estimate(rows, **resample)), "tau_micro": statistics.tau_micro(rows),
-               "speedup": asdict(statistics.speedup_estimate(rows, plain, **resample)),
+               "speedup": asdict(statistics.usual_speedup_estimate(results.clocked[setting["label"]], results.clocked[results.plain["label"]], **resample)),
+               "clock": clock_of(config, results, setting), "replayed": replayed_of(config, results, setting),
                "speedup_micro": statistics.speedup_micro(rows, plain),
                "seconds_per_token": float(statistics.seconds_per_token(rows).mean()),
                "stages_per_round": sum(one["stages"] for one in rounds) / len(rounds),
@@ -169,7 +188,7 @@ def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
                "parting_gap": max((row["parting_gap"] for row in rows if row["parting_gap"] is not None), default=None),
                "tau_by_category": statistics.by_category(rows), "by_depth": statistics.by_depth(rows), "time": statistics.time_shares(rows)}
     if setting["drafter"] is not None:
-        summary["over_reference"] = asdict(statistics.speedup_estimate(rows, results.rows[results.reference["label"]], **resample))
+        summary["over_reference"] = asdict(statistics.usual_speedup_estimate(results.clocked[setting["label"]], results.clocked[results.reference["label"]], **resample))
         summary["full_acceptance"] = statistics.full_acceptance(rows, k)
     if setting["gated"]:
         summary["break_even"] = statistics.break_even(rows, costs_of(results, setting), k)
@@ -177,6 +196,30 @@ def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
         summary["calibration"] = [statistics.calibration(rows, k=k, stage=stage, threshold=setting["threshold"])
                                   for stage in range(1, min(CALIBRATED_STAGES, max(one["stages"] for one in rounds)) + 1)]
     return summary
+
+
+def clock_of(config: Config, results: Results, setting: dict) -> dict:
+    """What the clock itself says: the speedup, and how far the clock was from usual times; prompts that were decoded twice."""
+    rows, plain = results.clocked[setting["label"]], results.clocked[results.plain["label"]]
+    return {"speedup": asdict(statistics.speedup_estimate(rows, plain, draws=config.evaluate.bootstrap, seed=config.evaluate.seed)),
+            "over_usual": Timing.of(rows).busy(), "decoded_again": sum(row.get("again", False) for row in rows)}
+
+
+def replayed_of(config: Config, results: Results, setting: dict) -> dict:
+    """The same numbers by replay."""
+    rows, plain, reference = (results.replayed[one["label"]] for one in (setting, results.plain, results.reference))
+    resample = {"draws": config.evaluate.bootstrap, "seed": config.evaluate.seed}
+    found = {"prompts": len(rows), "tau": asdict(statistics.tau_estimate(rows, **resample)), "speedup": asdict(statistics.usual_speedup_estimate(rows, plain, **resample)),
+             "stages_per_round": float(np.mean([one["stages"] for one in statistics.rounds_of(rows)]))}
+    if setting["drafter"] is not None:
+        found["over_reference"] = asdict(statistics.usual_speedup_estimate(rows, reference, **resample))
+        found["over_reference_by_category"] = {category: asdict(statistics.usual_speedup_estimate(of_category(rows, category), of_category(reference, category), **resample))
+                                               for category in sorted({row["category"] for row in rows})}
+    return found
+
+
+def of_category(rows: list[dict], category: str) -> list[dict]:
+    return [row for row in rows if row["category"] == category]
 
 
 def costs_of(results: Results, setting: dict) -> dict:
@@ -215,7 +258,7 @@ def table_rows(report: dict) -> list[dict[str, str]]:
     return [{"setting": one["label"], "k": str(one["k"]) if one["drafter"] else "-", "g": "-" if one["threshold"] is None else f"{one['threshold']:g}",
              "speedup [95 %]": interval(one["speedup"], "x"), "tau [95 %]": interval(one["tau"]),
              f"over {report['reference']}": interval(one["over_reference"], "x") if compared(one, report) else "-",
-             "ms/token": f"{1000 * one['seconds_per_token']:.1f}", "S": f"{one['stages_per_round']:.2f}",
+             "clock": f"{one['clock']['speedup']['value']:.2f}x", "ms/token": f"{1000 * one['seconds_per_token']:.1f}", "S": f"{one['stages_per_round']:.2f}",
              "full": percent(one["full_acceptance"][0]["full"]) if one["drafter"] else "-",
              "same text": percent(one["same_text"])} for one in report["settings"]]
 
@@ -249,10 +292,62 @@ def decoding(report: dict) -> str:
     return f"rule {run['rule']}, temperature {run['temperature']:g}, draft temperature {run['draft_temperature']:g}{gate}"
 
 
+def headline_setting(report: dict) -> dict:
+    return next(one for one in report["settings"] if one["label"] == report["headline"])
+
+
 def headline(report: dict) -> str:
-    one = next(one for one in report["settings"] if one["label"] == report["headline"])
+    one = headline_setting(report)
     against = f", {interval(one['over_reference'], 'x')} over {report['reference']}" if compared(one, report) else ""
     return f"{one['label']}: {interval(one['speedup'], 'x')} over plain decoding{against}; tau {interval(one['tau'])}"
+
+
+def by_replay(report: dict) -> str:
+    one = headline_setting(report)
+    found = one["replayed"]
+    against = f", {interval(found['over_reference'], 'x')} over {report['reference']}" if compared(one, report) else ""
+    return f"by replay on {found['prompts']} prompts: {interval(found['speedup'], 'x')} over plain decoding{against}; tau {interval(found['tau'])}"
+
+
+def conclusions(report: dict) -> list[str]:
+    """What the tables say, line by line; what a reader must know beside them."""
+    return [line for line in (headline(report), by_replay(report), start_kept(report), busyness(report), losslessness(report)) if line]
+
+
+def start_kept(report: dict) -> str:
+    """Where training found nothing better than its start, which is what was exported then."""
+    if report["run"]["step"] != 0:
+        return ""
+    return (f"on the validation responses no checkpoint of this training was predicted to be faster than the drafter that it started from: "
+            f"that drafter was exported, and the rows of {TRAINED} are its own")
+
+
+def busyness(report: dict) -> str:
+    """Whether other work ran beside the decoding, and what was done about it; empty on a quiet machine."""
+    one = max(report["settings"], key=lambda one: abs(one["clock"]["over_usual"] - 1))
+    over, again = one["clock"]["over_usual"], one["clock"]["decoded_again"]
+    if abs(over - 1) <= BUSY and not again:
+        return ""
+    twice = f", and {again} of {report['run']['prompts']} prompts were decoded twice" if again else ""
+    return (f"the machine was busy: in {one['label']} the clock showed {over:.2f} times what rounds of their kinds usually take{twice}. "
+            f"Speeds are of usual times; the column clock has the clock's own")
+
+
+def replayed_title(report: dict) -> str:
+    one = headline_setting(report)
+    return f"by replay on {one['replayed']['prompts']} prompts, at the cost table's times (greedy):"
+
+
+def replayed_rows(report: dict) -> list[dict[str, str]]:
+    return [{"setting": one["label"], "speedup [95 %]": interval(one["replayed"]["speedup"], "x"), "tau [95 %]": interval(one["replayed"]["tau"]),
+             f"over {report['reference']}": interval(one["replayed"]["over_reference"], "x") if compared(one, report) else "-",
+             "S": f"{one['replayed']['stages_per_round']:.2f}",
+             **{category: f"{value['value']:.2f}x" if compared(one, report) else "-" for category, value in categories_of(report, one).items()}} for one in report["settings"]]
+
+
+def categories_of(report: dict, one: dict) -> dict[str, dict]:
+    """Over the reference by category; the headline's categories for settings without any."""
+    return one["replayed"].get("over_reference_by_category") or headline_setting(report)["replayed"]["over_reference_by_category"]
 
 
 # Figures
@@ -277,8 +372,8 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
                 "(pale). A depth earns its keep where the full bar is the taller one.",
                 bool(gated), "no setting has a gate, so every round has one stage",
                 lambda: figures.depth_figure({label: one["by_depth"] for label, one in gated.items()}, colour)),
-        exhibit("Threshold sweep", "Predicted by replay under the measured cost table. The oracle gate drafts on exactly while blocks are "
-                "fully accepted.",
+        exhibit("Threshold sweep", "Predicted by replay under the measured cost table. The oracle gate knows what will be accepted and drafts as deep as takes the least time; "
+                "no gate is faster.",
                 bool(swept), "replay.json holds no sweep (replay needs temperature 0)",
                 lambda: figures.sweep_figure(swept, {drafter: by_drafter.get(drafter, figures.INK) for drafter in swept})),
         exhibit("Calibration of the gate's score", "On the grey diagonal the drafter's probability for its own block is the chance that "
@@ -307,6 +402,42 @@ def category_counts(results: Results) -> str:
     return ", ".join(f"{name} {found.count(name)}" for name in sorted(set(found)))
 
 
+# Example rounds
+
+
+EXAMPLES = 3
+"""Responses whose rounds are shown, each of another category."""
+STAGE_COLOURS = ("#cfe3ff", "#c9efd0", "#ffe6b3", "#f6cfe0", "#ddd3f7")
+
+
+def example_sections(config: Config, results: Results) -> list[str]:
+    """The headline's rounds on a few prompts, token by token (the paper's Figure A1). Empty for evaluations that recorded no tokens."""
+    rows = [row for row in results.clocked[results.headline["label"]] if all("tokens" in one for one in row["rounds"])]
+    chosen = list({row["category"]: row for row in reversed(rows)}.values())[:EXAMPLES]
+    if not chosen:
+        return []
+    tokenizer = load_tokenizer(config.target)
+    legend = " ".join(f'<span style="background:{colour}">stage {number}{"+" if number == len(STAGE_COLOURS) else ""}</span>'
+                      for number, colour in enumerate(STAGE_COLOURS, 1))
+    note = f"Rounds of {results.headline['label']} end with a bar. {legend}; plain: the target's own, a correction or a bonus."
+    return [f'<h2>Example rounds</h2>\n<p class="note">{note}</p>', *(f'<p class="text">{coloured(row, tokenizer)}</p>' for row in chosen)]
+
+
+def coloured(row: dict, tokenizer) -> str:
+    """A response as html, each token with the colour of the stage that drafted it."""
+    tokens, stages, ends = [row["first_token"]], [0], [True]
+    for one in row["rounds"]:
+        tokens += one["tokens"]
+        stages += Round(one["stages"], one["drafted"], one["accepted"], one["emitted"], ()).drafted_by(len(one["tokens"]))
+        ends += [*[False] * (len(one["tokens"]) - 1), True]
+    parts = []
+    for text, stage, end in zip(pieces(tokenizer, tokens), stages, ends, strict=True):
+        shown = escape(text).replace("\n", "&#9166;<br>")
+        colour = STAGE_COLOURS[min(stage, len(STAGE_COLOURS)) - 1]
+        parts.append((f'<span style="background:{colour}">{shown}</span>' if stage else shown) + ('<span class="end">|</span>' if end else ""))
+    return "".join(parts)
+
+
 # The page
 
 
@@ -326,19 +457,24 @@ table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabu
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #e4e7eb; }
 th { font-weight: 600; border-bottom: 2px solid #8a8f98; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
+p.text { white-space: pre-wrap; border-left: 3px solid #e4e7eb; padding-left: .8rem; }
+span.end { color: #b0b6bd; }
 """
 CONVENTIONS = """Tau is the mean over responses of the mean over rounds of accepted + 1; the prefill's token is not counted and the last
 round counts whole.
-Speedup is the ratio of mean seconds per token, on a clock that starts after the first draft. Micro values pool all rounds or tokens.
+Speedup is the ratio of mean seconds per token, from the end of the first draft on. Every part of a round is charged the median of its
+kind in the run (a verification by its tokens), which other work on the machine does not move; clock is the same by the clock. Micro values pool all rounds or tokens.
 Intervals are 95 %, from a bootstrap that draws prompts, the same for both sides of a ratio. S is the mean number of stages in a round.
 Full: rounds whose first stage was accepted whole. Same text: responses equal to plain decoding's; in low precision two nearly equal
 logits of the target may change places, and the line under the table says how nearly. Above temperature 0 texts are not compared."""
 
 
-def page(report: dict, shown: list[Exhibit]) -> str:
+def page(report: dict, shown: list[Exhibit], examples: list[str]) -> str:
     """The whole html: nothing is loaded from elsewhere."""
     body = [f"<h1>{escape(report['run']['name'])}</h1>", f'<p class="lead">{escape(headline(report))}.</p>', facts(report),
-            html_table(table_rows(report)), f'<p class="note">{escape(losslessness(report))}.</p>']
+            html_table(table_rows(report)), *(f'<p class="note">{escape(line)}.</p>' for line in conclusions(report)[1:]),
+            "<h2>By replay</h2>", html_table(replayed_rows(report)),
+            f'<p class="note">{escape(replayed_title(report))} speed over {escape(report["reference"])} by category in the last columns.</p>', *examples]
     body += [*map(section, shown[:2]), *stage_tables(report), *map(section, shown[2:])]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
             f"<title>{escape(report['run']['name'])}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body)

@@ -2,16 +2,16 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter
+from dloop_train.checkpoints.files import create_drafter, fill_backbone, locate_drafter, read_shape
 from dloop_train.config import Config
 from dloop_train.data.online import OnlineSource
 from dloop_train.data.responses import read_responses
-from dloop_train.drafters.base import Drafter
+from dloop_train.drafters.base import Drafter, frequent_ids, with_vocabulary
 from dloop_train.launch import start_ranks
 from dloop_train.phases import artifacts, validation
 from dloop_train.phases.cache import require_source, training_source
@@ -21,7 +21,7 @@ from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import load_head, load_spec
 from dloop_train.training.engine import Trainer
-from dloop_train.training.initialise import initialise_from_target
+from dloop_train.training.initialise import initialise_from_target, token_counts
 from dloop_train.training.metrics import MetricLog
 from dloop_train.training.saves import best_of, last_of
 
@@ -104,7 +104,20 @@ def make_drafter(config: Config) -> Drafter:
     drafter = bare_drafter(config)
     if config.drafter.init == "scratch":
         initialise(drafter, config)
+    elif config.drafter.draft_vocab_size and not read_shape(locate_drafter(config.drafter.init, config.drafter.revision)).reduced:
+        drafter = reduce_vocabulary(config)
     return drafter
+
+
+def reduce_vocabulary(config: Config) -> Drafter:
+    """Released weights with the tokens alone that this run's responses hold most often."""
+    whole = create_drafter(replace(config.drafter, draft_vocab_size=0), load_spec(config.target), load_head(config.target), artifacts.taps(config))
+    counts = token_counts(read_responses(artifacts.responses(config).folder, "train"))
+    shape = replace(whole.shape, draft_vocab_size=config.drafter.draft_vocab_size)
+    ids = frequent_ids(counts, shape, config.target.stop_ids)
+    covered = sum(counts[token] for token in ids.tolist()) / max(counts.total(), 1)
+    say(f"train: {len(ids)} of {shape.vocab_size} tokens can be drafted, {covered:.2%} of those in the responses")
+    return with_vocabulary(whole, config.drafter, ids)
 
 
 def bare_drafter(config: Config) -> Drafter:
@@ -118,6 +131,8 @@ def initialise(drafter: Drafter, config: Config) -> None:
         fill_backbone(drafter, locate_drafter(config.drafter.backbone, config.drafter.revision))
         with torch.no_grad():
             drafter.start_head()
+            if drafter.shape.reduced:
+                drafter.start_vocabulary(token_counts(read_responses(artifacts.responses(config).folder, "train")), drafter.head.lm_head_weight, config.target.stop_ids)
         return
     initialise_from_target(drafter, config.target, read_responses(artifacts.responses(config).folder, "train"))
 

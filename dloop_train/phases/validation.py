@@ -19,7 +19,7 @@ from dloop_train.decoding.gates import Gate
 from dloop_train.decoding.replay import Replay
 from dloop_train.drafters.base import Drafter
 from dloop_train.phases import artifacts
-from dloop_train.phases.replaying import candidates, fastest, replay_all, simulated, sweep
+from dloop_train.phases.replaying import Beyond, candidates, fastest, replay_all, simulated, sweep
 from dloop_train.ranks import gather_over_ranks, rank, world_size
 from dloop_train.runs import read_jsonl, require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_target
@@ -48,6 +48,7 @@ class Validator:
             raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
                              f"or raise train.validate_prompts and generate.greedy_prompts")
         self.stages = max(config.train.depth_exposure + 1, 2)
+        self.beyond: Beyond = {}
         self.lent = target is not None and target.dtype == as_dtype(config.train.precision)
         self.target = target if self.lent else None
 
@@ -89,7 +90,8 @@ class Validator:
         """Replays of all responses, in their order; each rank makes its share."""
         longest = max(len(response.response_ids) for response in self.responses)
         gate = self.config.gate
-        mine = replay_all(self.target, drafter, self.responses[rank()::world_size()], gate, candidates(gate, self.config.evaluate.thresholds), stages=self.stages, max_new_tokens=longest)
+        mine = replay_all(self.target, drafter, self.responses[rank()::world_size()], gate, candidates(gate, self.config.evaluate.thresholds), self.beyond,
+                          stages=self.stages, max_new_tokens=longest)
         shares = gather_over_ranks(mine)
         return [shares[at % len(shares)][at // len(shares)] for at in range(sum(map(len, shares)))]
 

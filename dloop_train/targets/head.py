@@ -24,10 +24,13 @@ class TargetHead(nn.Module):
         rows = F.embedding(tokens, self.embed_weight)
         return rows if self.embed_scale == 1.0 else rows * torch.tensor(self.embed_scale, dtype=rows.dtype)
 
-    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Normed hidden states to logits over the vocabulary, or over the ids in `rows`. [..., D] -> [..., V]"""
-        weight = self.lm_head_weight if rows is None else self.lm_head_weight[rows]
-        return softcapped(F.linear(hidden, weight), self.softcap)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states to logits over the vocabulary. [..., D] -> [..., V]"""
+        return softcapped(F.linear(hidden, self.lm_head_weight), self.softcap)
+
+    def of_rows(self, ids: Tensor) -> "TargetHead":
+        """The same head with these rows of its lm_head alone, copied once. [V']"""
+        return TargetHead(self.embed_weight, self.lm_head_weight[ids], self.norm_weight, embed_scale=self.embed_scale, softcap=self.softcap)
 
     @staticmethod
     def of(target) -> "TargetHead":

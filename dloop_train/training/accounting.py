@@ -400,4 +400,4 @@ def chunk_bytes(drafter: Drafter, flops: Flops, rows: float, element: int) -> fl
 
 
 def draft_vocabulary(drafter: Drafter) -> int:
-    return getattr(drafter.shape, "draft_vocab_size", drafter.shape.vocab_size)
+    return drafter.shape.draft_vocab_size

@@ -57,8 +57,6 @@ class Standing:
     skipped_in_a_row: int = 0
     worse: int = 0
     """Validations since the best one."""
-    start_score: float | None = None
-    """Of the drafter before the first step."""
     validation_seconds: float = 0.0
     """What a validation takes."""
     validate_every: int = 0
@@ -189,9 +187,9 @@ class Trainer:
             (self.run_folder / STOP).unlink(missing_ok=True)
         if self.standing.skipped:
             say(f"train: {self.standing.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}")
-        if self.best is not None and self.standing.start_score is not None and self.best.score < self.standing.start_score:
-            say(f"train: on the validation responses no checkpoint is predicted to be as fast as the drafter it started from: "
-                f"{self.best.score:.1f} tokens/s at step {self.best.step}, {self.standing.start_score:.1f} before the first step")
+        if self.best is not None and self.best.step == 0 and self.step > 0:
+            say(f"train: on the validation responses no checkpoint is predicted to be faster than the drafter that training started from "
+                f"({self.best.score:.1f} tokens/s): with export.checkpoint=best that drafter is exported as it was")
         if self.out_of_patience:
             say(f"train: no validation after step {self.best.step} was better; stopped early at step {self.step}")
         return self.step == self.plan.steps or self.out_of_patience
@@ -306,9 +304,7 @@ class Trainer:
         if self.twin is not None:
             self.twin.to("cpu")
         self.log.validation(self.step, found.row)
-        if self.step == 0:
-            self.standing = replace(self.standing, start_score=found.score)
-        elif found.score is not None:
+        if found.score is not None:  # the start is a candidate too
             # a kill may have thrown the training back behind its best weights: until it is past them again, nothing is worse
             better = self.best is None or self.step == self.best.step or found.score > self.best.score
             behind = self.best is not None and self.step < self.best.step

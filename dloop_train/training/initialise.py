@@ -1,6 +1,7 @@
 """Initialise a drafter from scratch: layers as the target's last ones, then what its family starts with, and the draft vocabulary."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -29,7 +30,12 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
                 start_head_norms(layer, query, key)
         copy_gain(drafter.norm, model.backbone.norm, model.norm_centre)
         drafter.initialise(model)
-        drafter.start_vocabulary(Counter(token for response in responses for token in response.response_ids), model.lm_head.weight)
+        drafter.start_vocabulary(token_counts(responses), model.lm_head.weight, model.spec.stop_ids)
+
+
+def token_counts(responses: Iterable[Response]) -> Counter[int]:
+    """How often responses hold each token."""
+    return Counter(token for response in responses for token in response.response_ids)
 
 
 def layers_like(ours: DecoderLayer, model: Target) -> list[nn.Module]:

@@ -33,7 +33,7 @@ def main(run: Path, drafter: str | None) -> None:
         for slot in slots:
             settings = replace(config.drafter.as_exported({}), state=state, slot=slot)
             looped = load_drafter(folder, settings, TargetHead.of(target), dtype=target.dtype, target=target.spec, taps=artifacts.taps(config)).to(target.device).eval()
-            records = replay_all(target, looped, responses, Always(max_stages=2), [], stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
+            records = replay_all(target, looped, responses, Always(max_stages=2), [], {}, stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
             second = next_stage_tokens(records)
             print(f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens at {second['positions']} positions; "
                   f"S = 1 tau {tau_of([walk_gate(record, Never()) for record in records]):.2f}")

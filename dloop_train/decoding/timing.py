@@ -1,0 +1,128 @@
+"""Timing: what a round of each kind usually takes, so that work beside an evaluation does not write its numbers.
+
+A round's seconds come in parts (first draft, further drafts, gate, verification, the rest), and each part repeats hundreds of times in
+a run. A round is charged the median of its parts' kinds: a verification by the number of tokens, a further draft and a gate per
+stage. Rows are those of rounds/<slug>.jsonl (statistics.py).
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+FREQUENT = 8
+"""Rounds that give a verification of some length a median of its own; rarer lengths lie on the line through the two nearest frequent ones."""
+BUSY = 0.05
+"""Share by which the clock and the usual times may part before the machine counts as busy."""
+DISTURBED = 1.25
+"""Clock over usual time of a response from which it counts as disturbed."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One setting's rounds as amounts of each kind of work, and what a unit of each kind usually takes."""
+
+    kinds: tuple[tuple[str, int], ...]
+    """(part, tokens): tokens of a verification, 0 for other parts."""
+    work: Floats  # [R, K] units of each kind in a response, on the clock that starts after its first draft
+    samples: tuple[tuple[Floats, Floats], ...]
+    """Of each kind: the median of a unit in each response [R], NaN where there is none, and how many rounds had it [R]."""
+    clock: Floats  # [R] seconds that the clock showed
+    tokens: Floats  # [R] emitted tokens
+
+    @staticmethod
+    def of(rows: list[dict]) -> "Timing":
+        lengths = frequent_lengths(rows)
+        kinds = tuple(dict.fromkeys(kind for row in rows for one in row["rounds"] for kind in units(one, lengths)))
+        place = {kind: number for number, kind in enumerate(kinds)}
+        work = np.zeros((len(rows), len(kinds)))
+        found: list[list[list[float]]] = [[[] for _ in rows] for _ in kinds]
+        for number, row in enumerate(rows):
+            for first, one in zip([True, *[False] * len(row["rounds"])], row["rounds"], strict=False):
+                for (part, tokens), amount in units(one, lengths).items():
+                    work[number, place[part, tokens]] += amount * (not (first and part == "draft_first"))
+                    if part != "verify" or tokens == one["drafted"] + 1:
+                        found[place[part, tokens]][number].append(one["seconds"].get(part, 0.0) / amount)
+        samples = tuple((np.array([np.median(values) if values else np.nan for values in own]), np.array([float(len(values)) for values in own])) for own in found)
+        return Timing(kinds, work, samples, np.array([row["seconds"] for row in rows]), np.array([float(row["tokens"]) for row in rows]))
+
+    def costs(self, times: NDArray[np.int64]) -> Floats:
+        """Seconds of a unit of each kind, the median over responses drawn so many times. [draws, R] -> [draws, K]"""
+        return np.stack([weighted_medians(values, counts, times) for values, counts in self.samples], axis=1) if self.kinds else np.zeros((len(times), 0))
+
+    def usual_costs(self) -> Floats:
+        """With every response drawn once. [K]"""
+        return self.costs(np.ones((1, len(self.work)), dtype=np.int64))[0]
+
+    def seconds(self) -> Floats:
+        """Usual seconds of each response. [R]"""
+        return self.work @ self.usual_costs()
+
+    def resampled_seconds_per_token(self, times: NDArray[np.int64]) -> Floats:
+        """Mean seconds a token over the drawn responses, at costs that these responses give. [draws, R] -> [draws]"""
+        amounts = times @ (self.work / self.tokens[:, None])  # [draws, K]
+        return (amounts * self.costs(times)).sum(1) / times.sum(1)
+
+    def disturbance(self) -> Floats:
+        """Clock over usual seconds of each response. [R]"""
+        return self.clock / np.maximum(self.seconds(), 1e-12)
+
+    def busy(self) -> float:
+        """Clock over usual seconds of all responses together; 1 on a quiet machine."""
+        return float(self.clock.sum() / max(self.seconds().sum(), 1e-12))
+
+
+def frequent_lengths(rows: list[dict]) -> list[int]:
+    """Tokens of verifications that happen often enough for a median; at least the two most frequent."""
+    counts = Counter(one["drafted"] + 1 for row in rows for one in row["rounds"])
+    return sorted({tokens for tokens, count in counts.items() if count >= FREQUENT} | {tokens for tokens, _ in counts.most_common(2)})
+
+
+def units(one: dict, lengths: list[int]) -> dict[tuple[str, int], float]:
+    """A round as amounts of each kind of work; a verification of a rare length as a mixture of two frequent ones."""
+    amounts = {"draft_first": min(one["stages"], 1), "draft_more": one["stages"] - 1, "gate": one["stages"], "commit": 1}
+    parts = {(part, 0): float(amount) for part, amount in amounts.items() if amount > 0 and part in one["seconds"]}
+    return parts | {("verify", tokens): share for tokens, share in mixture(one["drafted"] + 1, lengths).items() if share}
+
+
+def mixture(tokens: int, lengths: list[int]) -> dict[int, float]:
+    """Shares of the two nearest of `lengths` whose mean is `tokens`; outside them the line goes on."""
+    if tokens in lengths or len(lengths) == 1:
+        return {tokens if tokens in lengths else lengths[0]: 1.0}
+    high = next((place for place in range(1, len(lengths)) if lengths[place] >= tokens), len(lengths) - 1)
+    low, high = lengths[high - 1], lengths[high]
+    return {low: (high - tokens) / (high - low), high: (tokens - low) / (high - low)}
+
+
+def weighted_medians(values: Floats, counts: Floats, times: NDArray[np.int64]) -> Floats:
+    """Median of the values, each as often as its response was drawn times its count. [R], [R], [draws, R] -> [draws]; 0 where nothing was drawn"""
+    there = np.flatnonzero(counts)
+    order = there[np.argsort(values[there], kind="stable")]
+    weights = (times[:, order] * counts[order]).cumsum(1)  # [draws, R']
+    place = (weights < weights[:, -1:] / 2).sum(1)
+    return np.where(weights[:, -1] > 0, values[order][np.minimum(place, len(order) - 1)], 0.0)
+
+
+def steadied(rows: list[dict]) -> list[dict]:
+    """The same rows with usual seconds in place of the clock's, for every part of every round; `clock` keeps the clock's."""
+    timing, lengths = Timing.of(rows), frequent_lengths(rows)
+    costs = dict(zip(timing.kinds, timing.usual_costs().tolist(), strict=True))
+    result = []
+    for row, seconds in zip(rows, timing.seconds().tolist(), strict=True):
+        rounds = []
+        for one in row["rounds"]:
+            parts: dict[str, float] = {}
+            for (part, tokens), amount in units(one, lengths).items():
+                parts[part] = parts.get(part, 0.0) + amount * costs[part, tokens]
+            rounds.append(one | {"seconds": parts})
+        result.append(row | {"rounds": rounds, "seconds": seconds, "clock": row["seconds"]})
+    return result
+
+
+def disturbed(settings: list[list[dict]]) -> list[int]:
+    """Numbers of the prompts during which the machine was busy: the clock ran far beyond usual times in some setting. Rows are in the order of the prompts."""
+    ratios = np.stack([Timing.of(rows).disturbance() for rows in settings])
+    return np.flatnonzero((ratios > DISTURBED).any(0)).tolist()

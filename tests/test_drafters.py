@@ -545,7 +545,8 @@ def plain_head(drafter, rows, anchor, said):
     if shape.alignment:
         rows = rows[1:1 + drafter.k] if shape.alignment == "fill_in" else rows[:drafter.k]
     normed = rms(rows, first.rms_norm_eps, gain(w, "norm", first))
-    logits = normed @ w.get("lm_head.weight", w.get("embed_tokens.weight", drafter.head.lm_head_weight)).T
+    kept = slice(None) if drafter.kept_ids() is None else drafter.kept_ids()
+    logits = normed @ w.get("lm_head.weight", w.get("embed_tokens.weight", drafter.head.lm_head_weight[kept])).T
     _, cap = shape.head_scales or (1.0, None)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     if hasattr(drafter, "codes"):
@@ -598,7 +599,7 @@ def mixed_gemma4(shape):
     ("domino-fill_in", lambda shape: replace(shape, pure_draft_prefix_len=2)),
     ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=9)),
     ("domino-fill_in", lambda shape: replace(shape, num_draft_tokens=2, emb_dim=5, gru_hidden_dim=3)),
-    ("dspark-rnn-reduced", lambda shape: replace(shape, markov_rank=5)), ("dspark-gated", lambda shape: replace(shape, markov_rank=1)),
+    ("dspark-rnn", lambda shape: replace(shape, markov_rank=5)), ("dspark-gated", lambda shape: replace(shape, markov_rank=1)),
     ("dspark-vanilla", lambda shape: replace(shape, alignment="fill_in")),
     ("eagle3-deepspec", heads(5, 1, 6)), ("eagle3-deepspec", sliding(3, True)), ("eagle3-gemma4", heads(2, 2, 24, keys_are_values=False)),
     ("mtp", heads(3, 1, 16, rope=Rope(1e7, part=0.25))),

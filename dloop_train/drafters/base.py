@@ -217,8 +217,17 @@ class Drafter(nn.Module):
     def borrow(self, head: TargetHead | None) -> None:
         """Use this head for embeddings and, of its lm_head the rows of the draft vocabulary, for logits."""
         object.__setattr__(self, "head", head)
-        whole = head is None or not self.shape.reduced or len(head.lm_head_weight) == self.shape.draft_vocab_size
-        object.__setattr__(self, "draft_head", head if whole else head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
+        object.__setattr__(self, "_draft_head", None)
+
+    @property
+    def draft_head(self) -> TargetHead | None:
+        """The borrowed head with the rows of the draft vocabulary alone; these are copied at the first use."""
+        head = self.head
+        if head is None or not self.shape.reduced or len(head.lm_head_weight) == self.shape.draft_vocab_size:
+            return head
+        if self._draft_head is None:
+            object.__setattr__(self, "_draft_head", head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
+        return self._draft_head
 
     # What a family implements
 
@@ -292,6 +301,11 @@ class Drafter(nn.Module):
             return tokens, None
         places = torch.searchsorted(kept, tokens).clamp(max=len(kept) - 1)
         return places, kept[places] == tokens
+
+    @property
+    def teacher_vocabulary(self) -> int:
+        """Logits of the target that a supervised row of its distribution takes: all of them, also where few are kept (see teacher_logits)."""
+        return self.shape.vocab_size
 
     def teacher_logits(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
         """The target's logits over the draft vocabulary, and of which rows its most likely token is in it (None: all). [R, D] -> [R, V], [R]"""

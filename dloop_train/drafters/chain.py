@@ -120,7 +120,7 @@ class ChainDrafter(Drafter):
 
     def chain_flops(self, *, context: Work, one: Work, row: Work, has_own: bool) -> Flops:
         """The products of a chain with so much work in one of its passes."""
-        compared = Work(2 * self.shape.draft_vocab_size * (self.shape.target_hidden_size + 1))  # both distributions meet in one more product
+        compared = Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 2 * self.shape.draft_vocab_size)  # both distributions meet in one more product
         return Flops(context=context, stage=self.k * one, own=Work(), queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
 
 

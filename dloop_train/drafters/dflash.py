@@ -66,4 +66,4 @@ class DFlash(BlockDrafter):
         plain, shape = super().flops(), self.shape
         if "hard" in self.mixture:
             return plain
-        return replace(plain, teacher=Work(2 * shape.vocab_size * shape.target_hidden_size + 4 * shape.draft_vocab_size))
+        return replace(plain, teacher=Work(2 * self.teacher_vocabulary * shape.target_hidden_size + 4 * shape.draft_vocab_size))

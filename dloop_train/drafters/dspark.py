@@ -182,4 +182,4 @@ class DSpark(TokenHeadDrafter):
         inner = linear_work(*(getattr(head, name) for name in ("gate_proj", "joint_proj") if hasattr(head, name)))
         confidence = linear_work(self.confidence_head, reaches_inputs=not self.settings.detach_confidence)
         return replace(plain, slots=self.k * (inner + confidence), row=plain.row + linear_work(head.markov_w2),
-                       teacher=Work(2 * self.shape.vocab_size * self.shape.target_hidden_size + 4 * self.shape.draft_vocab_size))  # and two products of the distributions, for their distance
+                       teacher=Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 4 * self.shape.draft_vocab_size))  # and two products of the distributions, for their distance

@@ -118,6 +118,10 @@ class Eagle3(OwnKeysChain):
     def require_reducible(self) -> None:
         check(self.lm_head is not None, f"drafter.draft_vocab_size: the layout {self.shape.format} has no draft vocabulary; leave it out")
 
+    @property
+    def teacher_vocabulary(self) -> int:
+        return self.shape.vocab_size if self.skip_outside else self.shape.draft_vocab_size
+
     def compared_rows(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
         return super().compared_rows(teacher) if self.skip_outside else (self.draft_head.logits(teacher), None)
 

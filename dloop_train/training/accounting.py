@@ -393,10 +393,11 @@ def working_space(drafter: Drafter, counts: StepCounts, held: dict[tuple[str, in
 
 def chunk_bytes(drafter: Drafter, flops: Flops, rows: float, element: int) -> float:
     """A chunk of the loss at work: logits and probabilities, with a teacher also its, in fp32; and a trained head's gradient, by itself and in the sum."""
-    shape, vocabulary, taught = drafter.shape, draft_vocabulary(drafter), flops.teacher.total > 0
-    kept = vocabulary * shape.target_hidden_size * element if taught and vocabulary < shape.vocab_size else 0  # rows copied from the target's head
+    vocabulary, taught = draft_vocabulary(drafter), flops.teacher.total > 0
+    # With a reduced vocabulary the target's logits are taken whole, and its columns copied out of them.
+    whole = rows * drafter.teacher_vocabulary * element if taught and vocabulary < drafter.teacher_vocabulary else 0
     wide = 16 if taught else 8 + element % 4  # bf16 logits stand beside the fp32 ones
-    return rows * vocabulary * wide + max(trained_head(flops) * (element + 4), kept) if rows else 0.0
+    return max(rows * vocabulary * wide + trained_head(flops) * (element + 4), rows * vocabulary * 2 * element + whole) if rows else 0.0
 
 
 def draft_vocabulary(drafter: Drafter) -> int:

@@ -40,13 +40,17 @@ class PlainUnroll(nn.Module):
         every = [masked(labels_of(batch, origins.position, number, k), self.terms.branches(number, origins.depth)) for number in range(1, len(stages) + 1)]
         logits = [drafter.rescore(stage, anchors, labels.tokens) for (stage, anchors), labels in zip(stages, every, strict=True)]
         with torch.no_grad():
-            target = drafter.head.logits(batch.last_hidden, drafter.kept_ids() if isinstance(drafter, ChainDrafter) else None) if compares(drafter) else None
+            target = drafter.head.logits(batch.last_hidden) if compares(drafter) else None
+            taught = None if target is None or not drafter.shape.reduced else drafter.t2d[target.argmax(-1)]
+            target = target if taught is None else target[..., drafter.kept_ids()]
         loss, slots = 0.0, drafter.slot_weights().to(batch.tokens.device)
         for number, ((stage, anchors), said, labels) in enumerate(zip(stages, logits, every, strict=True), 1):
             term = self.terms.of_stage(number)
             positions = origins.position[..., None] + (number - 1) * k + torch.arange(k, device=batch.tokens.device)
             meant = None if target is None else at(target, positions)
             losses = slot_losses(drafter, said, meant, labels, drafter.confidence(stage, anchors, labels.tokens))
+            if taught is not None:
+                losses = losses * at(taught, positions)
             share = self.terms.share(term) / totals[("first", "last").index(term)].clamp(min=1e-9)
             loss = loss + (share * (losses * labels.mask * slots).sum()).to(losses.dtype)
         return UnrollResult(loss, {})

@@ -126,7 +126,7 @@ def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
         features, last_hidden = (torch.randn(wanted.sequences, wanted.length, width, dtype=dtype) for width in (drafter.shape.reads.width(spec), spec.hidden_size))
     drafter = drafter.to(dtype)
     with torch.no_grad():
-        drafter.start_vocabulary(Counter(), lm_head)
+        drafter.start_vocabulary(Counter(), lm_head, spec.stop_ids)
     lengths = [wanted.length - number * wanted.length // (2 * wanted.sequences) * wanted.pack for number in range(wanted.sequences)]
     samples = [Sample(str(row), tokens[row, :length], torch.arange(length, device=tokens.device) >= wanted.length // 4,  # the first quarter is the prompt
                       features[row, :length], last_hidden[row, :length]) for row, length in enumerate(lengths)]

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "dloop_train"
 NOT_SETTINGS = ("cluster", "hydra")
 """Groups whose files hold Hydra's settings, not ours."""
 LAYERS = {"types": 0, "config": 0, "runs": 0, "ranks": 0, "targets": 1, "data": 1, "drafters": 2, "checkpoints": 2,
-          "training": 3, "decoding": 3, "phases": 4, "serving": 4, "launch": 4, "__init__": 5, "worker": 5, "agent": 5, "stopping": 5, "__main__": 5}
+          "training": 3, "decoding": 3, "phases": 4, "serving": 4, "chat": 4, "launch": 4, "__init__": 5, "worker": 5, "agent": 5, "stopping": 5, "__main__": 5}
 STRANGERS = {"training", "decoding"}
 """These do not know each other."""
 RELEASED = {r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"), r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),

@@ -14,6 +14,7 @@ from dloop_train.decoding.rules import GREEDY, Match
 from dloop_train.phases import artifacts, report
 from dloop_train.phases.replaying import next_stage_tokens
 from dloop_train.runs import write_atomic, write_jsonl
+from dloop_train.targets.sources import load_tokenizer
 
 K = 2
 
@@ -156,10 +157,10 @@ POINT = {"tau": 3.0, "tokens_per_second": 20.0}
 REPLAYED = {"k": K, "S1": POINT, "oracle": {"tau": 5.0, "tokens_per_second": 30.0}, "full_acceptance_by_stage": [0.5], "validation": None,
             "sweep": [{"threshold": -0.5, "stages": 1.5, **POINT}, {"threshold": -0.25, "stages": 1.2, **POINT}]}
 COSTS = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": {"1": 0.1, "5": 0.11}, "overhead": 0.01, "plain": 0.1}
-FIRST = {"draft_first": 0.01, "verify": 0.1}
-MORE = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": 0.11, "commit": 0.01}
+FIRST = {"draft_first": 0.01, "verify": 0.07}
+MORE = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.005, "verify": 0.09, "commit": 0.01}
 DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
-           ("untouched S=1", "untouched", None, [one(1, 2, [-0.1], **FIRST)] * 4, 0.6),
+           ("untouched S=1", "untouched", None, [one(1, 2, [-0.1], draft_first=0.01, verify=0.1425)] * 4, 0.6),
            ("trained + gate (DLoop)", "trained", -0.5, [one(2, 4, [-0.1, -0.8], **MORE), one(1, 1, [-0.9], **FIRST)] * 2, 0.4)]
 
 
@@ -171,9 +172,10 @@ def tiny(tmp_path):
     listed = []
     for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):
         listed.append({"label": label, "drafter": drafter, "gated": threshold is not None, "threshold": threshold, "k": K,
-                       "rounds": f"rounds/{number}.jsonl", "gate_temperature": None if threshold is None else 1.0, **GREEDY.row()})
+                       "rounds": f"rounds/{number}.jsonl", "replayed": f"replayed/{number}.jsonl", "gate_temperature": None if threshold is None else 1.0, **GREEDY.row()})
         rows = [row(name, rounds, seconds=seconds, tokens=12, category=category) for name, category in (("a", "chat"), ("b", "math"))]
         write_jsonl(folder / f"evaluation/rounds/{number}.jsonl", rows)
+        write_jsonl(folder / f"evaluation/replayed/{number}.jsonl", rows)
     write_atomic(folder / "evaluation/settings.json", json.dumps(listed))
     write_atomic(folder / "evaluation/replay.json", json.dumps({"untouched": REPLAYED, "trained": REPLAYED}))
     write_atomic(folder / "evaluation/costs.json", json.dumps({"untouched": COSTS, "trained": COSTS}))
@@ -196,12 +198,42 @@ def test_report_is_whole(tiny, capsys):
     assert known["headline"] == gated["label"] == "trained + gate (DLoop)"
     assert (gated["speedup"]["value"], gated["over_reference"]["value"], gated["tau"]["value"]) == pytest.approx((3.0, 1.5, 3.5))
     assert gated["full_acceptance"][0]["full"] == pytest.approx(0.5)
+    assert gated["clock"]["speedup"]["value"] == pytest.approx(3.0) and gated["clock"]["over_usual"] == pytest.approx(1.0)
+    assert gated["replayed"]["over_reference"]["value"] == pytest.approx(1.5) and set(gated["replayed"]["over_reference_by_category"]) == {"chat", "math"}
     assert gated["tau_by_category"] == pytest.approx({"chat": 3.5, "math": 3.5})
     html = (folder / "report.html").read_text()
     assert re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,iVBOR', html) == FIGURES
     assert "Left out" not in html and "left out" not in html
     assert "http" not in html  # nothing is loaded from elsewhere
-    assert "3.00x [3.00, 3.00]" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3.00x [3.00, 3.00]" in said and "by replay on 2 prompts" in said and "busy" not in said and "was exported, and the rows" not in said
+
+
+def test_a_start_that_was_exported_is_told(tiny, capsys):
+    folder = artifacts.run_folder(tiny)
+    write_atomic(folder / "drafter/config.json", json.dumps({"dloop": {"paper_threshold": -0.5, "provenance": {"step": 0, "checkpoint": "best"}}}))
+    report.run(tiny)
+    said = "no checkpoint of this training was predicted to be faster than the drafter that it started from"
+    assert said in capsys.readouterr().out and said in (folder / "report.html").read_text()
+
+
+def test_example_rounds_are_coloured_by_the_stage_that_drafted_them(tiny):
+    folder = artifacts.run_folder(tiny)
+    path = folder / "evaluation/rounds/2.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for each in rows:
+        each["first_token"] = 65
+        for number, drafted in enumerate(each["rounds"]):
+            drafted["tokens"] = [66 + number] * drafted["emitted"]
+    write_jsonl(path, rows)
+    report.run(tiny)
+    html = (folder / "report.html").read_text()
+    letters = {number: load_tokenizer(tiny.target).decode([number]) for number in (65, 66, 67)}
+    first, second = (f'<span style="background:{colour}">' for colour in report.STAGE_COLOURS[:2])
+    bar = '<span class="end">|</span>'
+    a, b, c = letters.values()
+    whole = f"{a}{bar}{first}{b}</span>{first}{b}</span>{second}{b}</span>{second}{b}</span>{b}{bar}{first}{c}</span>{c}{bar}"
+    assert "Example rounds" in html and whole in html
 
 
 def test_report_says_why_a_figure_is_left_out(tiny):

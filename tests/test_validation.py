@@ -161,11 +161,14 @@ def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_besi
     for name, threshold in (("trained", -0.25), ("other", -0.75)):
         write_atomic(tmp_path / name / "config.json", json.dumps({"dloop": {"threshold": threshold}}))
     folders = {"untouched": tmp_path / "released", "trained": tmp_path / "trained", "other": tmp_path / "other"}
-    settings = {setting.label: setting.gate.threshold for setting in settings_of(config, folders)}
-    assert settings == {"plain decoding": None, "untouched S=1": None, "untouched + gate": -1.0, "trained S=1": None, "trained + gate (DLoop)": -0.25,
-                        "other S=1": None, "other + gate": -0.75, "trained + gate -0.5": -0.5}
+    settings = {setting.label: setting.gate.threshold for setting in settings_of(config, folders, 3)}
+    assert settings == {"plain decoding": None, "best single stage, k = 3": None, "untouched S=1": None, "untouched + gate": -1.0, "trained S=1": None,
+                        "trained + gate (DLoop)": -0.25, "other S=1": None, "other + gate": -0.75, "trained + gate -0.5": -0.5}
+    short = replace(config, evaluate=replace(config.evaluate, rows="short"))
+    assert [setting.label for setting in settings_of(short, folders, 3)] == ["plain decoding", "best single stage, k = 3", "untouched + gate", "trained + gate (DLoop)", "other + gate"]
+    assert [setting.label for setting in settings_of(short, folders, 0)][:3] == ["plain decoding", "untouched S=1", "untouched + gate"]
     fixed = replace(config, gate=DLoop(threshold=-0.5))
-    assert {setting.gate.threshold for setting in settings_of(fixed, folders) if isinstance(setting.gate, DLoop)} == {-0.5}
+    assert {setting.gate.threshold for setting in settings_of(fixed, folders, 0) if isinstance(setting.gate, DLoop)} == {-0.5}
 
 
 def test_without_validation_responses_a_threshold_must_be_given(tmp_path):

@@ -49,9 +49,6 @@ def test_a_reduced_drafter_says_what_the_whole_one_says_of_the_kept_tokens(varia
     save_drafter(reduced, tmp_path, section={"state": whole.shape.state, "slot": whole.shape.slot}, target=taught_target.spec, dtype=torch.float64)
     again = load_drafter(tmp_path, settings, TargetHead.of(taught_target), dtype=torch.float64, target=taught_target.spec, taps=TAPS)
     torch.testing.assert_close(again.logits(hidden), reduced.logits(hidden), rtol=1e-4, atol=1e-5)
-    if variant != "eagle3-fc_norm":
-        alone = load_drafter(tmp_path, settings, TargetHead(taught_target.backbone.embed_tokens.weight, again.draft_head.lm_head_weight), dtype=torch.float64)
-        torch.testing.assert_close(alone.logits(hidden), again.logits(hidden))
     save_drafter(reduced.float(), tmp_path, section={"state": whole.shape.state, "slot": whole.shape.slot}, target=taught_target.spec, dtype=torch.float32)
     check_export(tmp_path, reduced, settings, dtype=torch.float32)
 

@@ -223,7 +223,7 @@ class Drafter(nn.Module):
     def draft_head(self) -> TargetHead | None:
         """The borrowed head with the rows of the draft vocabulary alone; these are copied at the first use."""
         head = self.head
-        if head is None or not self.shape.reduced or len(head.lm_head_weight) == self.shape.draft_vocab_size:
+        if head is None or not self.shape.reduced:
             return head
         if self._draft_head is None:
             object.__setattr__(self, "_draft_head", head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))

@@ -2,8 +2,8 @@
 
     python tests/speed/loop_gain.py artifacts/runs/quickstart-eagle3 --drafters starter:eagle3_smollm2_135m --k 2 3 4
 
-Any run's folder will do: its target, its greedy answers (validation and test) and its drafter's settings are used. One cost table a k,
-measured here on the first drafter, so that drafters differ in what they draft alone.
+Any run's folder will do: its target, its greedy answers (validation and test) and its drafter's settings are used. Drafters that differ
+in weights alone share a cost table, measured here, so that they differ in what they draft alone.
 """
 
 import argparse
@@ -40,14 +40,17 @@ def main() -> None:
     for k in sorted(wanted.k, reverse=True):
         for folder in folders:
             drafter = load_for(target, folder, config, k)
-            costs.setdefault(k, measure_costs(target, drafter, prompts, stages=3))
+            shape = f"{type(drafter.shape).__name__}, k = {k}, {drafter.shape.draft_vocab_size} tokens"
+            if shape not in costs:
+                costs[shape] = measure_costs(target, drafter, prompts, stages=3)
             records = replay_all(target, drafter, responses, config.gate, THRESHOLDS, beyond, stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
-            rows += rows_of(folder.name, k, responses, records, costs[k], config.gate.max_stages)
+            rows += rows_of(folder.name, k, responses, records, costs[shape], config.gate.max_stages)
     print(f"{len(responses)} responses, {sum(len(one.response_ids) for one in responses)} tokens; speed over plain decoding, tau in brackets")
     print(table(rows))
-    for k, found in sorted(costs.items()):
-        print(f"k = {k}: in one-token verifications a first stage {found.draft_first / found.plain:.3f}, a further one {found.draft_more / found.plain:.3f}, "
-              f"a gate {found.gate / found.plain:.3f}, verifying {k + 1} tokens {found.verification(k + 1) / found.plain:.3f}, the rest {found.overhead / found.plain:.3f}")
+    for shape, found in costs.items():
+        verified = ", ".join(f"{tokens} tokens {seconds / found.plain:.3f}" for tokens, seconds in sorted(found.verify.items()))
+        print(f"{shape}: in plain decoding's steps of {1000 * found.plain:.1f} ms a first stage {found.draft_first / found.plain:.3f}, a further one "
+              f"{found.draft_more / found.plain:.3f}, a gate {found.gate / found.plain:.3f}, verifying {verified}, the rest {found.overhead / found.plain:.3f}")
 
 
 def rows_of(name: str, k: int, responses: list[Response], records: list[Replay], costs: Costs, max_stages: int) -> list[dict[str, str]]:

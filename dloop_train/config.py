@@ -200,7 +200,7 @@ class ExportConfig:
     """Which checkpoint becomes the drafter."""
 
     checkpoint: str = "best"
-    """best has most predicted tokens per second on validation responses, the start (step 0) included; last; or the number of a step whose checkpoint is still there."""
+    """best has most predicted tokens per second on validation responses, the released weights (step 0) included; last; or the number of a step whose checkpoint is still there."""
 
     def __post_init__(self):
         check(self.checkpoint in ("best", "last") or self.checkpoint.isdigit(), f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}")

@@ -91,7 +91,7 @@ def test_decoding(drafter, target, monkeypatch):
     for rule in RULES:
         emissions = list(decode(target, drafter, DLoop(threshold=-1e9, max_stages=2), PROMPTS[0], max_new_tokens=2 * drafter.k + 2, rule=rule))
         assert emissions[1].round.stages == 2
-    records = replay_all(target, drafter, RESPONSES[:1], DLoop(threshold=-1e9, max_stages=2), [], stages=1, max_new_tokens=20)
+    records = replay_all(target, drafter, RESPONSES[:1], DLoop(threshold=-1e9, max_stages=2), [], {}, stages=1, max_new_tokens=20)
     assert records[0].scores.device.type == "cpu"
     monkeypatch.setattr(costs, "TURNS", 1)
     monkeypatch.setattr(costs, "ROUNDS", 1)

@@ -67,7 +67,8 @@ class Validator:
         seconds = time.perf_counter() - started
         if not self.lent:
             self.target.model.to("cpu")  # between validations its memory is the training's
-        return Validation(row | {"seconds": seconds}, score, seconds)
+        untrained = step == 0 and self.config.drafter.init == "scratch"  # no drafter that anybody would export
+        return Validation(row | {"seconds": seconds}, None if untrained else score, seconds)
 
     def fetch_target(self, device: torch.device) -> None:
         """The target on the device, where it stays only if training uses it too."""

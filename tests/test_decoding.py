@@ -17,6 +17,7 @@ from dloop_train.decoding.replay import compare, replay, walk_gate, walk_oracle
 from dloop_train.phases.evaluate import parting_gap
 from dloop_train.phases.replaying import full_acceptance, sweep, tau_of
 from dloop_train.phases.validation import gate_scores
+from dloop_train.targets.head import most_likely
 from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
@@ -88,6 +89,13 @@ def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_t
     first_alone = replay(taught_target, drafter, prompt, text, stages=1, deepest=1, max_new_tokens=LENGTH)
     with pytest.raises(AssertionError, match="fewer stages"):
         walk_gate(first_alone, Always(max_stages=5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_most_likely_token_is_the_first_of_equals(dtype):
+    logits = torch.randn(50, 3, 700, generator=torch.Generator().manual_seed(0)).to(dtype)  # in bf16 many rows have ties
+    assert torch.equal(most_likely(logits), logits.argmax(-1))
+    assert most_likely(torch.tensor([0.0, 2.0, 1.0, 2.0])).item() == 1
 
 
 def test_log_probabilities_are_those_of_the_tempered_softmax():

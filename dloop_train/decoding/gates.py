@@ -13,7 +13,7 @@ REPLAY = "replay"
 
 def log_probability(logits: Tensor, chosen: Tensor, temperature: float = 1.0) -> Tensor:
     """fp32 log-probability of each row's chosen id: the paper's l_i, untempered unless asked. [..., V] and [...] -> [...]"""
-    precise = logits.float() / temperature
+    precise = logits.float() if temperature == 1.0 else logits.float() / temperature
     return precise.gather(-1, chosen[..., None])[..., 0] - torch.logsumexp(precise, dim=-1)
 
 

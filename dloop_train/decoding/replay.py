@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dloop_train.decoding.gates import Gate, log_probability
 from dloop_train.drafters.base import Drafter, take
+from dloop_train.targets.head import most_likely
 from dloop_train.targets.target import Target
 from dloop_train.types import Context, DraftState, Round
 
@@ -67,7 +68,7 @@ def continuation(target: Target, prompt: Sequence[int], response: Sequence[int],
     """So many tokens of the target's own greedy text behind a response, stop tokens or not."""
     tokens, cache, fed = [], target.new_cache(), [*prompt, *response]
     for _ in range(count):
-        tokens.append(int(target.read(torch.tensor([fed], device=target.device), cache=cache, logits=slice(-1, None)).logits[0, -1].argmax()))
+        tokens.append(int(most_likely(target.read(torch.tensor([fed], device=target.device), cache=cache, logits=slice(-1, None)).logits[0, -1])))
         fed = tokens[-1:]
     return tokens
 
@@ -93,13 +94,13 @@ def draft_all(drafter: Drafter, state: DraftState, anchors: Tensor, truth: Tenso
             going, state, anchors = going[on], take(state, on), anchors[:, on]
         logprobs: list[Tensor] = []
 
-        def most_likely(logits: Tensor, logprobs=logprobs) -> Tensor:
-            ids = logits.argmax(-1)
+        def likeliest(logits: Tensor, logprobs=logprobs) -> Tensor:
+            ids = most_likely(logits)
             logprobs.append(log_probability(logits, ids, temperature))  # [B, N] of one slot, or [B, N, k]
             return drafter.token_ids(ids)
 
-        stage = drafter.stage(state, anchors, lambda step, hidden, pick=most_likely: pick(drafter.logits(hidden)))
-        chosen = drafter.speak(stage, anchors, most_likely)
+        stage = drafter.stage(state, anchors, lambda step, hidden, pick=likeliest: pick(drafter.logits(hidden)))
+        chosen = drafter.speak(stage, anchors, likeliest)
         scores[going, number] = sum(logprob.reshape(*anchors.shape, -1).sum(-1) for logprob in logprobs)[0]
         tokens[going, number * k:(number + 1) * k] = chosen[0]
         state, anchors = stage.state, chosen[..., -1]

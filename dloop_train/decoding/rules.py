@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dloop_train.config import check
+from dloop_train.targets.head import most_likely
 
 
 class Chance:
@@ -59,7 +60,7 @@ class Rule:
     def propose(self, logits: Tensor, chance: Chance) -> tuple[Tensor, Tensor | None]:
         """Drafted ids of the draft vocabulary [...] and the distributions that they were drawn from [..., V]; None where nothing was drawn."""
         if self.drafts_at == 0:
-            return logits.argmax(-1), None
+            return most_likely(logits), None
         probabilities = distribution(logits, self.drafts_at)
         return chance.draw(probabilities), probabilities
 
@@ -70,7 +71,7 @@ class Rule:
         that the n drafted tokens were drawn from, over the target's vocabulary; None for drafts that nothing was drawn for.
         """
         if self.temperature == 0:
-            return confirmed(drafted, logits.argmax(-1).tolist())
+            return confirmed(drafted, most_likely(logits).tolist())
         return self.judge_sampled(drafted, proposed, distribution(logits, self.temperature), chance)
 
     def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:

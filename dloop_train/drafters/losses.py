@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dloop_train.ranks import most_over_ranks
+from dloop_train.targets.head import most_likely
 from dloop_train.types import Labels, StageLoss
 
 
@@ -106,7 +107,7 @@ def hits(logits: Tensor, tokens: Tensor, known: Tensor | None = None) -> Tensor:
     largest = rows.gather(1, tokens[:, None])[:, 0] == rows.amax(-1)
     largest = largest if known is None else largest & known
     hit = largest.clone()
-    hit[largest] = rows[largest].argmax(-1) == tokens[largest]  # of equal logits only one is picked
+    hit[largest] = most_likely(rows[largest]) == tokens[largest]  # of equal logits only one is picked
     return hit
 
 

@@ -39,6 +39,14 @@ class TargetHead(nn.Module):
                           embed_scale=target.spec.embed_scale, softcap=target.spec.softcap)
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    """The first id of the largest logit. [..., V] -> [...]
+
+    What argmax says; of bf16 rows on a CPU torch's maximum with indices is several times faster.
+    """
+    return logits.max(-1).indices
+
+
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:
     """Gemma's bound on its logits."""
     return logits if cap is None else torch.tanh(logits / cap) * cap

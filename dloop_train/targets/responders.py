@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dloop_train.config import GenerateConfig, SamplingConfig, TargetConfig
 from dloop_train.data.responses import Question, Response
+from dloop_train.targets.head import most_likely
 from dloop_train.targets.target import Target
 
 
@@ -71,7 +72,7 @@ def noise_of(identity: str, seed: int, length: int) -> Tensor:
 def choose(logits: Tensor, uniform: Tensor, sampling: SamplingConfig) -> Tensor:
     """Tokens by inverse transform of the top-k, top-p distribution. [B, V] and [B] -> [B]"""
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return most_likely(logits)
     top, ids = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
     probabilities = torch.softmax(top.double() / sampling.temperature, dim=-1)
     before = probabilities.cumsum(-1) - probabilities
@@ -137,7 +138,7 @@ def decode_plain(target: Target, prompt: list[int], *, max_new_tokens: int) -> l
     """Plain greedy decoding at batch 1: the text that every drafter must reproduce."""
     tokens, cache, answer = torch.tensor([prompt], device=target.device), target.new_cache(), []
     while len(answer) < max_new_tokens:
-        token = int(target.read(tokens, cache=cache, logits=slice(-1, None)).logits[0, -1].argmax())
+        token = int(most_likely(target.read(tokens, cache=cache, logits=slice(-1, None)).logits[0, -1]))
         answer.append(token)
         if token in target.spec.stop_ids:
             break

@@ -1,8 +1,8 @@
 """Turn a trained run into a starter: its export without the target's own rows, and where it came from.
 
-    python -m dloop_train +experiment=starter drafter.width=4 phases=[generate,cache,train]
-    python -m dloop_train +experiment=starter drafter.width=2 phases=[export]
-    python data/make_starter.py artifacts/runs/starter-dflash data/starters/dflash_smollm2_135m
+    python -m dloop_train +experiment=starter drafter.tokens_per_stage=4 phases=[generate,cache,train]
+    python -m dloop_train +experiment=starter drafter.tokens_per_stage=2 phases=[export]
+    python data/make_starter.py artifacts/runs/starter-eagle3 data/starters/eagle3_smollm2_135m
 """
 
 import json
@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from dloop_train.checkpoints.files import layout_of, read_config
 from dloop_train.runs import read_jsonl
 
-LIMIT = 24 * 10**6
+LIMIT = 40 * 10**6
 
 
 def main(run: Path, out: Path) -> None:
     config = read_config(run / "drafter")
-    copies = set(layout_of(config, run).COPIES.values())
+    copies = set() if config.get("draft_vocab_size", config.get("vocab_size")) != config.get("vocab_size") else set(layout_of(config, run).COPIES.values())
     tensors = {name: tensor for name, tensor in load_file(run / "drafter" / "model.safetensors").items() if name not in copies}
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -30,19 +30,29 @@ def main(run: Path, out: Path) -> None:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
     composed, trained = OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), json.loads((run / "training.json").read_text())
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    provenance = {"commands": commands(trained, config["dloop"]["tokens_per_stage"]), "bytes": size,
+    provenance = {"commands": commands(run.name, trained, config["dloop"]["tokens_per_stage"]), "bytes": size, "before": before(trained["drafter"]["init"], out),
                   "settings": {**{key: trained[key] for key in ("drafter", "train")}, **{key: composed[key] for key in ("generate", "prompts")}},
                   "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
                   "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}
     (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
 
 
-def commands(trained: dict, tokens_per_stage: int) -> list[str]:
+def commands(name: str, trained: dict, tokens_per_stage: int) -> list[str]:
     """How the run was made: trained with some tokens per stage, exported with the pair's."""
-    family, (key, learnt) = trained["drafter"]["family"], next((key, trained["drafter"][key]) for key in ("width", "tokens_per_stage") if key in trained["drafter"])
-    command = f"python -m dloop_train +experiment=starter drafter={family} drafter.{key}="
-    size = f"train.steps={trained['train']['steps']} train.origins={trained['train']['origins']}"
-    return [f"{command}{learnt} {size} phases=[generate,cache,train]", f"{command}{tokens_per_stage} phases=[export]"]
+    drafter, train = trained["drafter"], trained["train"]
+    key = "width" if "width" in drafter else "tokens_per_stage"
+    command = f"python -m dloop_train +experiment=starter drafter={drafter['family']} name={name} drafter.init={drafter['init']}"
+    settings = " ".join(f"train.{setting}={train[setting]}" for setting in ("depth_exposure", "lr", "steps", "origins"))
+    return [f"{command} {settings} drafter.{key}={drafter[key]} phases=[generate,cache,train]", f"{command} {settings} drafter.{key}={tokens_per_stage} phases=[export]"]
+
+
+def before(init: str, out: Path) -> dict | None:
+    """Of a starter that another one began as: what that one was made by. The folder may be the one that is replaced."""
+    found = out.parent / init.removeprefix("starter:") / "provenance.json"
+    if not init.startswith("starter:") or not found.is_file():
+        return None
+    kept = json.loads(found.read_text())
+    return {"init": init, **{key: kept[key] for key in ("commands", "settings", "before") if key in kept}}
 
 
 if __name__ == "__main__":

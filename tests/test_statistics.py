@@ -154,7 +154,7 @@ def test_table_is_aligned():
 
 
 POINT = {"tau": 3.0, "tokens_per_second": 20.0}
-REPLAYED = {"k": K, "S1": POINT, "oracle": {"tau": 5.0, "tokens_per_second": 30.0}, "full_acceptance_by_stage": [0.5], "validation": None,
+REPLAYED = {"k": K, "S1": POINT, "oracle": {"tau": 5.0, "tokens_per_second": 30.0}, "full_acceptance_by_stage": [0.5],
             "sweep": [{"threshold": -0.5, "stages": 1.5, **POINT}, {"threshold": -0.25, "stages": 1.2, **POINT}]}
 COSTS = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": {"1": 0.1, "5": 0.11}, "overhead": 0.01, "plain": 0.1}
 FIRST = {"draft_first": 0.01, "verify": 0.07}

@@ -260,8 +260,8 @@ class Evaluation:
     # Replay
 
     def replay(self, settings: list[Setting]) -> None:
-        """Cost tables and threshold sweeps of the drafters, on test responses and, for choosing, on validation responses; and every setting's simulated rounds."""
-        swept, costs, records, validation = {}, {}, {}, validation_responses(self.config)
+        """Cost tables and threshold sweeps of the drafters on test responses, and every setting's simulated rounds."""
+        swept, costs, records = {}, {}, {}
         for setting in tqdm(settings[1:], desc="replay", unit="setting"):
             drafter = self.drafter(*setting.loaded_as)
             if setting.loaded_as not in records:
@@ -269,8 +269,7 @@ class Evaluation:
                 records[setting.loaded_as] = self.records(drafter, self.responses, gate, stages)
                 costs[setting.loaded_as] = self.costs(drafter, stages)
                 if not setting.k:
-                    swept[setting.drafter] = self.sweep(drafter, records[setting.loaded_as], costs[setting.loaded_as]) | {
-                        "validation": self.sweep(drafter, self.records(drafter, validation, gate, stages), costs[setting.loaded_as]) if validation else None}
+                    swept[setting.drafter] = self.sweep(drafter, records[setting.loaded_as], costs[setting.loaded_as])
             write_jsonl(self.folder / "replayed" / f"{setting.slug}.jsonl",
                         simulated_rows(replayable(self.responses), records[setting.loaded_as], setting.gate, costs[setting.loaded_as]))
         write_jsonl(self.folder / "replayed" / f"{settings[0].slug}.jsonl", plain_rows(replayable(self.responses), next(iter(costs.values()))))

@@ -20,7 +20,7 @@ LIMIT = 40 * 10**6
 
 def main(run: Path, out: Path) -> None:
     config = read_config(run / "drafter")
-    copies = set() if config.get("draft_vocab_size", config.get("vocab_size")) != config.get("vocab_size") else set(layout_of(config, run).COPIES.values())
+    copies = set(layout_of(config, run).COPIES.values())
     tensors = {name: tensor for name, tensor in load_file(run / "drafter" / "model.safetensors").items() if name not in copies}
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -1,7 +1,7 @@
 """Costs: seconds of a draft, of a verification by length and of the rest, and the speed they predict for simulated rounds."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import cycle, islice
 from statistics import median
 
@@ -71,30 +71,61 @@ TURNS, ROUNDS = 3, 5
 
 
 def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, stages: int) -> Costs:
-    """Median seconds of each part, measured on real rounds. All depths take turns, prompt by prompt, so that the machine's moods
-    meet them alike; the first turn finds everything cold and is not counted."""
-    ways = [(drafter, Never() if depth == 1 else DLoop(threshold=-1e9, max_stages=depth)) for depth in range(1, stages + 1)] + [(None, Never())]
-    found: list[list[Round]] = [[] for _ in ways]
+    """Median seconds of each part of one drafter's rounds, up to so many stages."""
+    return measure_all(target, [(drafter, stages)], prompts)[0]
+
+
+def measure_all(target: Target, drafters: Sequence[tuple[Drafter, int]], prompts: Sequence[Sequence[int]]) -> list[Costs]:
+    """Cost tables of several drafters, each with the stages it is measured up to, on real rounds that compare with one another.
+
+    All depths of all drafters and plain decoding take turns, prompt by prompt; the first turn finds everything cold and is not counted. A
+    machine that slows down for a while slows plain decoding too: each turn's seconds are scaled by what plain decoding took in it.
+    What a verification takes goes by its tokens alone, so that all tables share it.
+    """
+    ways = [(number, drafter, Never() if depth == 1 else DLoop(threshold=-1e9, max_stages=depth)) for number, (drafter, stages) in enumerate(drafters)
+            for depth in range(1, stages + 1)] + [(PLAIN, None, Never())]
+    found: dict[int, list[Round]] = {number: [] for number in (*range(len(drafters)), PLAIN)}
+    turns: list[dict[int, list[Round]]] = []
     for turn, prompt in zip(range(TURNS + 1), cycle(prompts), strict=False):
-        for (drafting, gate), rounds in zip(ways, found, strict=True):
-            emissions = decode(target, drafting, gate, prompt, max_new_tokens=1 + stages * drafter.k * (ROUNDS + 1))
-            taken = [emission.round for emission in islice(emissions, 1, ROUNDS + 2)][1:]  # behind the prefill's token and the first round
-            rounds += taken if turn else []
-    *drafted, plain = found
-    rounds = [round for way in drafted for round in way]
+        taken: dict[int, list[Round]] = {number: [] for number in found}
+        for number, drafter, gate in ways:
+            k, stages = (drafter.k, drafters[number][1]) if drafter is not None else (max(one.k for one, _ in drafters), max(most for _, most in drafters))
+            emissions = decode(target, drafter, gate, prompt, max_new_tokens=1 + stages * k * (ROUNDS + 1))
+            taken[number] += [emission.round for emission in islice(emissions, 1, ROUNDS + 2)][1:]  # behind the prefill's token and the first round
+        turns += [taken] if turn else []
+    usual = part_of([one for taken in turns for one in taken[PLAIN]], "verify")
+    for taken in turns:
+        pace = usual / (part_of(taken[PLAIN], "verify") or usual or 1.0)
+        for number, rounds in taken.items():
+            found[number] += [replace(one, seconds={part: seconds * pace for part, seconds in one.seconds.items()}) for one in rounds]
+    verify = {1: part_of(found[PLAIN], "verify")} | verifications([one for number in range(len(drafters)) for one in found[number]])
+    plain = sum(part_of(found[PLAIN], name) for name in ("verify", "commit"))
+    return [costs_of(found[number], drafter.k, stages, verify, plain) for number, (drafter, stages) in enumerate(drafters)]
 
-    def part(name: str, chosen: Sequence[Round]) -> float:
-        return median([round.seconds.get(name, 0.0) for round in chosen] or [0.0])
 
-    verify = {1 + depth * drafter.k: part("verify", [r for r in rounds if r.stages == depth]) for depth in range(1, stages + 1) if any(r.stages == depth for r in rounds)}
-    verify[1] = part("verify", plain)
-    deep = [r.seconds["draft_more"] / (r.stages - 1) for r in rounds if r.stages > 1]
-    gates = [r.seconds["gate"] / r.stages for r in rounds if r.stages > 1]
-    if (stages > 1 and not deep) or len(verify) <= stages:
+PLAIN = -1
+"""Stands for plain decoding among the numbers of drafters."""
+
+
+def part_of(rounds: Sequence[Round], name: str) -> float:
+    return median([one.seconds.get(name, 0.0) for one in rounds] or [0.0])
+
+
+def verifications(rounds: Sequence[Round]) -> dict[int, float]:
+    """Median seconds by the number of tokens verified."""
+    lengths = sorted({one.drafted + 1 for one in rounds})
+    return {tokens: part_of([one for one in rounds if one.drafted + 1 == tokens], "verify") for tokens in lengths}
+
+
+def costs_of(rounds: Sequence[Round], k: int, stages: int, verify: dict[int, float], plain: float) -> Costs:
+    """One drafter's table from its own rounds, and what all drafters share."""
+    deep = [one.seconds["draft_more"] / (one.stages - 1) for one in rounds if one.stages > 1]
+    gates = [one.seconds["gate"] / one.stages for one in rounds if one.stages > 1]
+    if not all(any(one.stages == depth for one in rounds) for depth in range(1, stages + 1)):
         raise ValueError("costs could not be measured: the answers are too short for a round of every depth; take prompts with longer answers, or more of them "
                          "(train.validate_prompts, evaluate.prompts). A training alone does without: train.validate_prompts=0 gate.threshold=-0.5")
-    return Costs(draft_first=part("draft_first", rounds), draft_more=median(deep or [0.0]), gate=median(gates or [0.0]), verify=verify,
-                 overhead=part("commit", rounds), plain=sum(part(name, plain) for name in ("verify", "commit")))
+    return Costs(draft_first=part_of(rounds, "draft_first"), draft_more=median(deep or [0.0]), gate=median(gates or [0.0]), verify=verify,
+                 overhead=part_of(rounds, "commit"), plain=plain)
 
 
 def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int], rule: Rule = GREEDY) -> float:

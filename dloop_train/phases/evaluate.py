@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
 from dloop_train.config import Config, check
 from dloop_train.data.responses import Response
-from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_costs, warm_up
+from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_all, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.replay import Replay, walk_gate
@@ -174,7 +174,7 @@ class Evaluation:
         self.drafters: dict[tuple[str | None, int], Drafter] = {}
         self.beyond: Beyond = {}
         self.tables: dict[str, Costs] = {}
-        """Cost tables by what time depends on: drafters that differ in weights alone share one, so that no noise of the clock tells them apart."""
+        """Cost tables by what time depends on (time_shape): drafters that differ in weights alone share one."""
 
     def run(self) -> None:
         settings = settings_of(self.config, self.folders, self.single_stage())
@@ -188,12 +188,21 @@ class Evaluation:
             self.drafters[label, k] = load_for(self.target, self.folders[label], self.config, k)
         return self.drafters.get((label, k))
 
-    def costs(self, drafter: Drafter, stages: int) -> Costs:
-        shape = repr((drafter.shape, drafter.k))
-        if shape not in self.tables:
-            prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
-            self.tables[shape] = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, stages))
-        return self.tables[shape]
+    def costs(self, drafter: Drafter) -> Costs:
+        """All tables are measured together, at the first question, so that no change of the machine's pace tells them apart."""
+        if not self.tables:
+            self.tables = self.measured_tables()
+        return self.tables[time_shape(drafter)]
+
+    def measured_tables(self) -> dict[str, Costs]:
+        stages = min(MEASURED_DEPTH, self.config.evaluate.replay_stages)
+        wanted = {time_shape(drafter): (drafter, stages) for drafter in map(self.drafter, self.folders)}
+        first = next(iter(self.folders))
+        for k in self.config.evaluate.single_stages:
+            drafter = load_for(self.target, self.folders[first], self.config, k)
+            wanted.setdefault(time_shape(drafter), (drafter, 1))
+        prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
+        return dict(zip(wanted, measure_all(self.target, list(wanted.values()), prompts), strict=True))
 
     def records(self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int) -> list[Replay]:
         return replay_all(self.target, drafter, responses, gate, self.config.evaluate.thresholds, self.beyond, stages=stages,
@@ -215,7 +224,7 @@ class Evaluation:
 
     def predicted_single(self, label: str, k: int, responses: list[Response]) -> dict:
         drafter = load_for(self.target, self.folders[label], self.config, k)
-        return simulated(self.records(drafter, responses, Never(max_stages=1), 1), Never(), self.costs(drafter, 1))
+        return simulated(self.records(drafter, responses, Never(max_stages=1), 1), Never(), self.costs(drafter))
 
     # Live
 
@@ -267,7 +276,7 @@ class Evaluation:
             if setting.loaded_as not in records:
                 gate, stages = (Never(max_stages=1), 1) if setting.k else (self.config.gate, self.config.evaluate.replay_stages)
                 records[setting.loaded_as] = self.records(drafter, self.responses, gate, stages)
-                costs[setting.loaded_as] = self.costs(drafter, stages)
+                costs[setting.loaded_as] = self.costs(drafter)
                 if not setting.k:
                     swept[setting.drafter] = self.sweep(drafter, records[setting.loaded_as], costs[setting.loaded_as])
             write_jsonl(self.folder / "replayed" / f"{setting.slug}.jsonl",
@@ -278,6 +287,11 @@ class Evaluation:
 
     def sweep(self, drafter: Drafter, records: list[Replay], costs: Costs) -> dict:
         return sweep(records, self.config.evaluate.thresholds, costs, drafter.k, self.config.gate.max_stages)
+
+
+def time_shape(drafter: Drafter) -> str:
+    """What a drafter's time depends on."""
+    return repr((drafter.shape, drafter.k))
 
 
 def read_partial(folder: Path, setting: Setting) -> list[dict]:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from dloop_train.checkpoints.files import locate_drafter
 from dloop_train.config import from_hydra
 from dloop_train.data.responses import Response
-from dloop_train.decoding.costs import Costs, measure_costs
+from dloop_train.decoding.costs import Costs, measure_all
 from dloop_train.decoding.replay import Replay
 from dloop_train.phases import artifacts
 from dloop_train.phases.evaluate import load_for
@@ -36,13 +36,14 @@ def main() -> None:
     target = load_target(config.target, dtype=config.evaluate.dtype)
     responses = [one for split in ("validation", "test") for one in replayable(artifacts.greedy_responses(config, split)[:wanted.most or None])]
     folders = [locate_drafter(name) for name in wanted.drafters] or [wanted.run / "drafter"]
-    prompts, beyond, costs, rows = [one.prompt_ids for one in sorted(responses, key=lambda r: -len(r.response_ids))], {}, {}, []
+    prompts, beyond, rows = [one.prompt_ids for one in sorted(responses, key=lambda r: -len(r.response_ids))], {}, []
+    loaded = {(k, folder): load_for(target, folder, config, k) for k in sorted(wanted.k, reverse=True) for folder in folders}
+    shapes = {f"k = {drafter.k}, {drafter.shape.draft_vocab_size} tokens": (drafter, 3) for drafter in loaded.values()}
+    costs = dict(zip(shapes, measure_all(target, list(shapes.values()), prompts), strict=True))
     for k in sorted(wanted.k, reverse=True):
         for folder in folders:
-            drafter = load_for(target, folder, config, k)
-            shape = f"{type(drafter.shape).__name__}, k = {k}, {drafter.shape.draft_vocab_size} tokens"
-            if shape not in costs:
-                costs[shape] = measure_costs(target, drafter, prompts, stages=3)
+            drafter = loaded[k, folder]
+            shape = f"k = {k}, {drafter.shape.draft_vocab_size} tokens"
             records = replay_all(target, drafter, responses, config.gate, THRESHOLDS, beyond, stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
             rows += rows_of(folder.name, k, responses, records, costs[shape], config.gate.max_stages)
     print(f"{len(responses)} responses, {sum(len(one.response_ids) for one in responses)} tokens; speed over plain decoding, tau in brackets")

@@ -23,7 +23,7 @@ from dloop_train.data.store import FeatureStore, plan_shards, shard_file, write_
 from dloop_train.phases import artifacts, cache, generate
 from dloop_train.runs import Artifact, require_same, write_atomic
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
-from dloop_train.targets.responders import choose, decode_plain, noise_of, respond
+from dloop_train.targets.responders import choose, decode_plain, noise_of, respond, shared_prefix
 from dloop_train.targets.sources import download
 from dloop_train.targets.target import require_taps
 from dloop_train.types import Reads, Sample
@@ -225,6 +225,22 @@ def test_batched_greedy_answers_equal_plain_decoding(tiny_target):
         assert len(cut[0]) <= 4
     finally:
         tiny_target.spec = spec
+
+
+def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_target):
+    """Behind it the rest is padded on the left: positions and the mask skip the padding in the middle. Longer answers outgrow the cache's first buffer."""
+    shared = list(range(60, 72))
+    prompts = [shared + rest for rest in ([80], [90, 91, 92, 93, 94], [100, 101])]
+    assert shared_prefix(prompts) == 12 and shared_prefix(prompts[:1]) == 0 and shared_prefix([shared, shared[:9] + [7]]) == 9
+    assert shared_prefix([shared, shared]) == 11 and shared_prefix([[1, 2], [1, 3]]) == 0  # each keeps a token; short ones are not worth a read
+    plain = [decode_plain(tiny_target, prompt, max_new_tokens=80) for prompt in prompts]
+    reads, read = [], tiny_target.read
+    tiny_target.read = lambda tokens, **more: reads.append(tuple(tokens.shape)) or read(tokens, **more)
+    try:
+        assert respond(tiny_target, prompts, ["a", "b", "c"], SamplingConfig(), max_new_tokens=80, seed=0) == plain
+    finally:
+        del tiny_target.read
+    assert reads[:2] == [(1, 12), (3, 5)]
 
 
 def test_sampling_follows_the_truncated_distribution():

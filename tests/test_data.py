@@ -241,6 +241,9 @@ def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_
     finally:
         del tiny_target.read
     assert reads[:2] == [(1, 12), (3, 5)]
+    drawn = SamplingConfig(temperature=2.0, top_k=200)  # a small change of any logit changes some token; alone, a prompt shares nothing
+    together = respond(tiny_target, prompts, ["a", "b", "c"], drawn, max_new_tokens=80, seed=0)
+    assert together == [respond(tiny_target, [prompt], [name], drawn, max_new_tokens=80, seed=0)[0] for prompt, name in zip(prompts, "abc", strict=True)]
 
 
 def test_sampling_follows_the_truncated_distribution():

@@ -98,11 +98,13 @@ class GenerateConfig:
     seed: int = 0
     greedy_prompts: int = 40
     """Validation prompts, and as many test prompts, that are answered greedily at batch 1 for replay."""
+    greedy_validation: int = 0
+    """Validation prompts among them, where they are to be fewer or more than the test prompts; 0 is greedy_prompts."""
     greedy_max_new_tokens: int = 96
 
     def __post_init__(self):
         require(self, "generate", "positive", "max_new_tokens", "max_prompt_tokens", "batch_size", "greedy_max_new_tokens")
-        require(self, "generate", "zero or more", "seed", "greedy_prompts")
+        require(self, "generate", "zero or more", "seed", "greedy_prompts", "greedy_validation")
 
 
 @dataclass

@@ -60,13 +60,19 @@ def test_tool_calls_reach_the_chat_template(tmp_path):
     assert tokenizer.decode(prompt_ids(tokenizer, list(prompt.messages), tiny_config())) == "add<add>2and?"
 
 
-@pytest.mark.parametrize("row, message", [({"text": "a"}, 'expected "messages" or "prompt"'), ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
+@pytest.mark.parametrize("row, message", [({"text": "a"}, 'expected "messages", "prompt" or "turns"'), ({"turns": []}, 'expected "messages"'), ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
                                           ({"prompt": "a", "split": "dev"}, "split must be one of"), ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
                                           ({"prompt": "a", "tools": [{"name": "search"}]}, "a row with tools")])
 def test_bad_prompt_rows_are_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message) as error:
         JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", [row]))).read()
     assert "p.jsonl:1" in str(error.value)
+
+
+def test_of_a_benchmarks_turns_the_first_is_asked(tmp_path):
+    rows = [{"turns": ["first?", "second?"], "category": "chat", "split": "test"}, {"prompt": "train", "split": "train"}]
+    asked, _ = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows))).read()
+    assert asked.messages == ({"role": "user", "content": "first?"},) and (asked.category, asked.split) == ("chat", "test")
 
 
 def test_perfectblend_from_a_local_file(tmp_path):
@@ -179,6 +185,12 @@ def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monk
     assert len(artifacts.greedy_responses(before, "test")) == 2  # they are still there
     for one, more in zip(artifacts.greedy_responses(before, "test"), artifacts.greedy_responses(after, "test"), strict=False):
         assert one.id == more.id
+
+
+def test_validation_may_have_prompts_of_its_own_number(tmp_path):
+    config = composed(*SHORT, f"root={tmp_path}", "generate.greedy_validation=1")
+    generate.write_questions(config)
+    assert [len(generate.questions_of(artifacts.greedy(config).partial, split)) for split in generate.GREEDY] == [1, 2]
 
 
 @pytest.mark.parametrize("change", ["generate.max_new_tokens=3", "++generate.seed=1", "++target.sampling.temperature=0.5", "++target.dtype=bfloat16"])

@@ -13,7 +13,7 @@ from dloop_train.config import CONF, build, option
 from dloop_train.decoding.costs import Costs, measure_costs
 from dloop_train.decoding.gates import Always, DLoop, Gate, Never, log_probability
 from dloop_train.decoding.loop import Emission, clip, decode
-from dloop_train.decoding.replay import compare, replay, walk_gate, walk_oracle
+from dloop_train.decoding.replay import compare, regroup, replay, walk_gate, walk_oracle
 from dloop_train.phases.evaluate import parting_gap
 from dloop_train.phases.replaying import full_acceptance, sweep, tau_of
 from dloop_train.phases.validation import gate_scores
@@ -89,6 +89,40 @@ def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_t
     first_alone = replay(taught_target, drafter, prompt, text, stages=1, deepest=1, max_new_tokens=LENGTH)
     with pytest.raises(AssertionError, match="fewer stages"):
         walk_gate(first_alone, Always(max_stages=5))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-fc_norm", "mtp"])
+def test_a_chain_regrouped_is_the_chain_with_other_stages(variant, k, taught, taught_target, monkeypatch):
+    """What a gate sees after every k tokens is in the record of single tokens, so one replay answers for every k; also behind stop tokens."""
+    drafter, prompt, deepest = taught[variant], counting_prompts(1)[0].tolist(), 7
+    text, _ = run(taught_target, drafter, Never(), prompt)
+    monkeypatch.setattr(taught_target, "spec", dataclasses.replace(taught_target.spec, stop_ids=(80, 81)))
+    monkeypatch.setattr(drafter, "k", 1)
+    single = replay(taught_target, drafter, prompt, text, stages=deepest, ahead=k, max_new_tokens=LENGTH)
+    monkeypatch.setattr(drafter, "k", k)
+    found, wanted = regroup(single, k), replay(taught_target, drafter, prompt, text, stages=deepest // k, max_new_tokens=LENGTH)
+    torch.testing.assert_close(found.scores, wanted.scores)
+    assert (found.k, found.stages, found.length, found.known) == (wanted.k, wanted.stages, wanted.length, wanted.known)
+    assert torch.equal(found.stopped, wanted.stopped) and (found.stopped <= found.stages).any() and (found.stopped > found.stages).any()
+    assert torch.equal(*(each.clamp(max=deepest // k * k) for each in (found.accepted, wanted.accepted))) and wanted.accepted.max() >= k
+    for gate in (Never(), Always(max_stages=2), DLoop(threshold=-0.5, max_stages=deepest // k)):
+        assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(found, gate)] == [(r.stages, r.accepted, r.emitted) for r in walk_gate(wanted, gate)]
+
+
+def test_what_cannot_be_regrouped_is_refused(taught, taught_target):
+    drafter, prompt = taught["eagle3-fc_norm"], counting_prompts(1)[0].tolist()
+    text, _ = run(taught_target, drafter, Never(), prompt)
+    with pytest.raises(ValueError, match="one token a stage"):
+        regroup(replay(taught_target, drafter, prompt, text, stages=2, max_new_tokens=LENGTH), 2)
+    drafter.k = 1
+    try:
+        with pytest.raises(ValueError, match="replay with ahead=2"):
+            regroup(replay(taught_target, drafter, prompt, text, stages=2, max_new_tokens=LENGTH), 2)
+        with pytest.raises(ValueError, match="from some"):
+            regroup(replay(taught_target, drafter, prompt, text, stages=2, deepest=6, ahead=2, max_new_tokens=LENGTH), 2)
+    finally:
+        drafter.k = 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

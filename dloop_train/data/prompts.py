@@ -77,9 +77,18 @@ class Prompts:
         return prompts
 
 
+def messages_of(row: dict) -> list[dict]:
+    """A row's conversation; empty where it has none."""
+    asked = row.get("prompt") or next(iter(row.get("turns") or ()), None)
+    return row.get("messages") or ([{"role": "user", "content": asked}] if asked else [])
+
+
 @dataclass(kw_only=True)
 class JsonLines(Prompts):
-    """A file of {"messages": [...]} or {"prompt": "..."} rows; id, category and split are optional."""
+    """A file of {"messages": [...]}, {"prompt": "..."} or {"turns": ["...", ...]} rows; id, category and split are optional.
+
+    Of `turns`, a benchmark's user turns, the first is asked: the others stand behind answers that nobody has given yet.
+    """
 
     path: str
 
@@ -96,8 +105,8 @@ class JsonLines(Prompts):
         path = self.file()
         for number, row in enumerate(read_jsonl(path), 1):
             where = f"{path}:{number}"
-            messages = row.get("messages") or ([{"role": "user", "content": row["prompt"]}] if row.get("prompt") else None)
-            check(bool(messages), f'{where}: expected "messages" or "prompt", got {sorted(row)}')
+            messages = messages_of(row)
+            check(bool(messages), f'{where}: expected "messages", "prompt" or "turns", got {sorted(row)}')
             check(not row.get("tools"), f"{where}: a row with tools cannot be rendered, since only messages reach the chat template; write them into the system message")
             messages = up_to_last_user_turn(messages, where)
             identity = str(row.get("id") or content_id(list(messages)))

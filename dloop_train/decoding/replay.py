@@ -1,11 +1,12 @@
 """Replay: draft from every position of the target's own greedy text in one batched pass, then simulate any gate exactly."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from dloop_train.config import check
 from dloop_train.decoding.gates import Gate, log_probability
 from dloop_train.drafters.base import Drafter, take
 from dloop_train.targets.head import most_likely
@@ -35,18 +36,18 @@ class Replay:
 
 @torch.inference_mode()
 def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int], *, stages: int, deepest: int | None = None, floor: float = float("-inf"),
-           max_new_tokens: int, temperature: float = 1.0, branches: int = 64, beyond: Sequence[int] | None = None) -> Replay:
+           max_new_tokens: int, temperature: float = 1.0, branches: int = 64, beyond: Sequence[int] | None = None, ahead: int = 0) -> Replay:
     """Draft so many stages from every position of a greedy response, and up to the deepest where every stage has scored the floor
     or everything so far is accepted: gates of a threshold at or above the floor, and oracles, stop elsewhere.
 
-    Only the target's features are teacher-forced. Scores are those of a gate of this temperature. `beyond` are at least k tokens of
-    the target's own behind the response, decoded here if they are not given: a round's first stage may reach so far beyond the
-    end, and the target verifies it whole.
+    Only the target's features are teacher-forced. Scores are those of a gate of this temperature. `beyond` are at least `ahead` tokens
+    (k, unless the record will be regrouped to more) of the target's own behind the response, decoded here if they are not given: a round's
+    first stage may reach so far beyond the end, and the target verifies it whole.
     """
-    device, deepest = target.device, deepest or stages
-    beyond = continuation(target, prompt, response, drafter.k) if beyond is None else beyond
-    assert len(beyond) >= drafter.k
-    known = [*response, *beyond[:drafter.k]]
+    device, deepest, ahead = target.device, deepest or stages, max(ahead, drafter.k)
+    beyond = continuation(target, prompt, response, ahead) if beyond is None else beyond
+    assert len(beyond) >= ahead
+    known = [*response, *beyond[:ahead]]
     text = torch.tensor([[*prompt, *response]], device=device)
     features = target.read(text, reads=drafter.shape.reads).features
     context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
@@ -114,6 +115,22 @@ def compare(tokens: Tensor, scores: Tensor, known: list[int], length: int, *, k:
     stop = torch.isin(tokens, torch.tensor(list(stops)))
     stopped = torch.where(stop.any(-1), stop.long().argmax(-1) // k + 1, width // k + 1)
     return Replay(k, stages, length, len(known), max_new_tokens, scores, accepted, stopped)
+
+
+def regroup(record: Replay, k: int) -> Replay:
+    """The replay with k tokens a stage, from one with a single token a stage of a drafter whose chain goes on over the end of a stage as within it.
+
+    Such a drafter (OwnKeysChain) drafts the same tokens whatever its k; a stage's score is the sum of its tokens'. The record must know
+    k tokens behind the response (replay's `ahead`), and every stage of it must be drafted from every position.
+    """
+    check(record.k == 1, f"only replays of one token a stage can be regrouped, this one has {record.k}")
+    check(record.stages == record.scores.shape[1], f"the replay has {record.stages} stages from every position, and {record.scores.shape[1]} from some: replay with as many as deepest")
+    check(record.known >= record.length + k, f"the replay knows {record.known - record.length} tokens behind the response, stages of {k} need as many: replay with ahead={k}")
+    known, positions = record.length + k, torch.arange(record.length)
+    stages = record.scores.shape[1] // k
+    scores = record.scores[:, :stages * k].unflatten(1, (stages, k)).sum(-1)
+    accepted = torch.minimum(record.accepted, known - 1 - positions)
+    return replace(record, k=k, stages=record.stages // k, known=known, scores=scores, accepted=accepted, stopped=(record.stopped + k - 1) // k)
 
 
 # Rounds that decoding would run

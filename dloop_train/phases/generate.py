@@ -121,7 +121,8 @@ def write_greedy(config: Config, folder: Path, prompts: list[Prompt]) -> None:
     left_out = Counter()
     for split in GREEDY:
         questions = list(encoded(config, [prompt for prompt in prompts if prompt.split == split], left_out))
-        write_rows(folder / QUESTIONS / f"{split}.jsonl", spread(questions, config.generate.greedy_prompts), Question)
+        count = config.generate.greedy_validation if split == "validation" else 0
+        write_rows(folder / QUESTIONS / f"{split}.jsonl", spread(questions, count or config.generate.greedy_prompts), Question)
     write_left_out(folder, left_out, f"{len(prompts)} validation and test prompts")
 
 

@@ -101,9 +101,12 @@ class GenerateConfig:
     greedy_validation: int = 0
     """Validation prompts among them, where they are to be fewer or more than the test prompts; 0 is greedy_prompts."""
     greedy_max_new_tokens: int = 96
+    greedy_batch: int = 1
+    """Greedy answers that are decoded together. 1 is the very decoding that evaluation times; more is many times faster, and its texts part from
+    that decoding's where two tokens are so nearly as likely that bf16 sums of another shape decide."""
 
     def __post_init__(self):
-        require(self, "generate", "positive", "max_new_tokens", "max_prompt_tokens", "batch_size", "greedy_max_new_tokens")
+        require(self, "generate", "positive", "max_new_tokens", "max_prompt_tokens", "batch_size", "greedy_max_new_tokens", "greedy_batch")
         require(self, "generate", "zero or more", "seed", "greedy_prompts", "greedy_validation")
 
 
@@ -140,6 +143,8 @@ class TrainConfig:
     """Which stages carry loss: first_last | all | last."""
     detach: bool = False
     """Cut the gradient through own states."""
+    reach: bool = False
+    """Weigh each slot by the chance that decoding gets to it: the product of the drafter's own probabilities of the text before it on the branch."""
     steps: int = 0
     """Optimiser steps; 0 means `epochs` passes over the data."""
     epochs: float = 1.0

@@ -179,7 +179,7 @@ def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monk
     with pytest.raises(FileNotFoundError, match=f"greedy/{artifacts.greedy(after).key} does not exist yet"):
         cache.require_source(replace(after, features=FeaturesConfig(source="online")))  # before any rank is started
     generate.write_questions(after)
-    assert generate.all_files(after) == [generate.greedy_files(artifacts.greedy(after).partial, split) for split in generate.GREEDY]
+    assert generate.all_files(after) == [generate.greedy_files(after, artifacts.greedy(after).partial, split) for split in generate.GREEDY]
     generate.run(after)
     assert len(artifacts.greedy_responses(after, "test")) == after.generate.greedy_prompts
     assert len(artifacts.greedy_responses(before, "test")) == 2  # they are still there
@@ -191,6 +191,17 @@ def test_validation_may_have_prompts_of_its_own_number(tmp_path):
     config = composed(*SHORT, f"root={tmp_path}", "generate.greedy_validation=1")
     generate.write_questions(config)
     assert [len(generate.questions_of(artifacts.greedy(config).partial, split)) for split in generate.GREEDY] == [1, 2]
+
+
+def test_greedy_answers_of_a_batch_are_those_of_one_at_a_time(tmp_path):
+    """Where sums round alike; the last batch is not whole."""
+    settings = [*SHORT, "generate.greedy_max_new_tokens=9", "generate.greedy_prompts=3", "++evaluate.dtype=float32", f"root={tmp_path}"]
+    one, two = (composed(*settings, f"generate.greedy_batch={size}") for size in (1, 2))
+    for config in (one, two):
+        generate.run(config)
+    for split in generate.GREEDY:
+        assert list(artifacts.greedy_responses(one, split)) == list(artifacts.greedy_responses(two, split))
+        assert len(artifacts.greedy_responses(two, split)) == 3
 
 
 @pytest.mark.parametrize("change", ["generate.max_new_tokens=3", "++generate.seed=1", "++target.sampling.temperature=0.5", "++target.dtype=bfloat16"])

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 from tqdm import tqdm
 
-from dloop_train.config import Config, check
+from dloop_train.config import Config, SamplingConfig, check
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import Prompt
 from dloop_train.data.responses import AnswerLog, Question, Response, Rows, merge, write_rows
@@ -27,6 +27,7 @@ from dloop_train.targets.sources import load_target, load_tokenizer
 from dloop_train.targets.target import Target
 
 GREEDY = ("validation", "test")
+GREEDILY = SamplingConfig(temperature=0.0)
 UNMERGED = "unmerged"
 """Folder of what is merged in the end."""
 ANSWERS, SERVED = f"{UNMERGED}/answers.jsonl", f"{UNMERGED}/served.json"
@@ -48,7 +49,7 @@ def run(config: Config) -> None:
         start_ranks(config, "generate")
     answer(config)
     if not greedy.complete:
-        finish(greedy, {split: merge(greedy_files(greedy.partial, split), ids_of(greedy.partial, split), greedy.partial / f"{split}.jsonl").rows for split in GREEDY})
+        finish(greedy, {split: merge(greedy_files(config, greedy.partial, split), ids_of(greedy.partial, split), greedy.partial / f"{split}.jsonl").rows for split in GREEDY})
     if not training.complete:
         refused = ask(config, asked, model) if asked and asked.waiting else []
         finish_training(config, refused)
@@ -192,26 +193,36 @@ def batch_files(config: Config, folder: Path) -> list[Path]:
 
 
 def answer_greedily(config: Config, folder: Path, split: str) -> None:
-    """Plain batch-1 decoding by the model that is evaluated, since replay needs its text."""
-    questions, files = questions_of(folder, split), greedy_files(folder, split)
+    """Greedy decoding by the model that is evaluated, since replay needs its text: a file for each batch."""
+    questions, files, size = questions_of(folder, split), greedy_files(config, folder, split), config.generate.greedy_batch
     target = load_target(config.target, dtype=config.evaluate.dtype) if here(missing(files)) else None
+    target = prepack(target) if target is not None and size > 1 else target
 
     def make(number: int) -> int:
-        ids = decode_plain(target, questions[number].prompt_ids, max_new_tokens=config.generate.greedy_max_new_tokens)
-        write_jsonl(files[number], [answered(questions[number], ids, target).row()])
-        return len(ids)
-    make_files(files, [1] * len(files), make, unit="prompt", desc=f"greedy {split}")
+        batch = questions[number * size:(number + 1) * size]
+        answers = greedy_answers(target, [question.prompt_ids for question in batch], config.generate.greedy_max_new_tokens)
+        write_jsonl(files[number], [answered(question, ids, target).row() for question, ids in zip(batch, answers, strict=True)])
+        return sum(map(len, answers))
+    make_files(files, [len(questions[number * size:(number + 1) * size]) for number in range(len(files))], make, unit="prompt", desc=f"greedy {split}")
 
 
-def greedy_files(folder: Path, split: str) -> list[Path]:
-    return [folder / UNMERGED / "greedy" / f"{split}-{number:06d}.jsonl" for number in range(len(questions_of(folder, split)))]
+def greedy_answers(target: Target, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Of one prompt plain decoding's, of several a batch's."""
+    if len(prompts) == 1:
+        return [decode_plain(target, prompts[0], max_new_tokens=max_new_tokens)]
+    return respond(target, prompts, [""] * len(prompts), GREEDILY, max_new_tokens=max_new_tokens, seed=0)
+
+
+def greedy_files(config: Config, folder: Path, split: str) -> list[Path]:
+    batches = -(-len(questions_of(folder, split)) // config.generate.greedy_batch)
+    return [folder / UNMERGED / "greedy" / f"{split}-{number:06d}.jsonl" for number in range(batches)]
 
 
 def all_files(config: Config) -> list[list[Path]]:
     """What the ranks make."""
     training, greedy = artifacts.responses(config), artifacts.greedy(config)
     batches = [] if training.complete or isinstance(config.responder, Remote) else [batch_files(config, training.partial)]
-    return batches + [greedy_files(greedy.partial, split) for split in GREEDY if not greedy.complete]
+    return batches + [greedy_files(config, greedy.partial, split) for split in GREEDY if not greedy.complete]
 
 
 def answered(question: Question, ids: list[int], target: Target) -> Response:

@@ -188,7 +188,7 @@ def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monk
 
 
 def test_validation_may_have_prompts_of_its_own_number(tmp_path):
-    config = composed(*SHORT, f"root={tmp_path}", "generate.greedy_validation=1")
+    config = composed(*SHORT, f"root={tmp_path}", "++generate.greedy_validation=1")
     generate.write_questions(config)
     assert [len(generate.questions_of(artifacts.greedy(config).partial, split)) for split in generate.GREEDY] == [1, 2]
 
@@ -196,7 +196,7 @@ def test_validation_may_have_prompts_of_its_own_number(tmp_path):
 def test_greedy_answers_of_a_batch_are_those_of_one_at_a_time(tmp_path):
     """Where sums round alike; the last batch is not whole."""
     settings = [*SHORT, "generate.greedy_max_new_tokens=9", "generate.greedy_prompts=3", "++evaluate.dtype=float32", f"root={tmp_path}"]
-    one, two = (composed(*settings, f"generate.greedy_batch={size}") for size in (1, 2))
+    one, two = (composed(*settings, f"++generate.greedy_batch={size}") for size in (1, 2))
     for config in (one, two):
         generate.run(config)
     for split in generate.GREEDY:

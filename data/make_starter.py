@@ -30,20 +30,24 @@ def main(run: Path, out: Path) -> None:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
     composed, trained = OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), json.loads((run / "training.json").read_text())
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    provenance = {"commands": commands(run.name, trained, config["dloop"]["tokens_per_stage"]), "bytes": size, "before": before(trained["drafter"]["init"], out),
+    provenance = {"commands": commands(run, trained["drafter"], config["dloop"]["tokens_per_stage"]), "bytes": size, "before": before(trained["drafter"]["init"], out),
                   "settings": {**{key: trained[key] for key in ("drafter", "train")}, **{key: composed[key] for key in ("generate", "prompts")}},
                   "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
                   "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}
     (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
 
 
-def commands(name: str, trained: dict, tokens_per_stage: int) -> list[str]:
-    """How the run was made: trained with some tokens per stage, exported with the pair's."""
-    drafter, train = trained["drafter"], trained["train"]
+THIS_MACHINES = ("launch.", "responder.path=", "phases=", "name=", "root=", "wandb.")
+"""Overrides that say where and how far a command ran, not what came out of it."""
+
+
+def commands(run: Path, drafter: dict, tokens_per_stage: int) -> list[str]:
+    """How the run was made: as it was composed, trained with some tokens per stage, exported with the pair's."""
     key = "width" if "width" in drafter else "tokens_per_stage"
-    command = f"python -m dloop_train +experiment=starter drafter={drafter['family']} name={name} drafter.init={drafter['init']}"
-    settings = " ".join(f"train.{setting}={train[setting]}" for setting in ("depth_exposure", "lr", "steps", "origins"))
-    return [f"{command} {settings} drafter.{key}={drafter[key]} phases=[generate,cache,train]", f"{command} {settings} drafter.{key}={tokens_per_stage} phases=[export]"]
+    words = [word.lstrip("+") if word.startswith("++") else word for word in OmegaConf.to_container(OmegaConf.load(run / "hydra" / "overrides.yaml"))]
+    kept = " ".join(word for word in words if not word.startswith((*THIS_MACHINES, f"drafter.{key}=")))
+    return [f"python -m dloop_train {kept} name={run.name} drafter.{key}={tokens} phases=[{phases}]"
+            for tokens, phases in ((drafter[key], "generate,cache,train"), (tokens_per_stage, "export"))]
 
 
 def before(init: str, out: Path) -> dict | None:

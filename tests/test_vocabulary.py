@@ -65,6 +65,19 @@ def test_released_weights_get_a_vocabulary_at_load(tiny_target, tmp_path):
     torch.testing.assert_close(drafter.logits(hidden), released.logits(hidden)[..., drafter.kept_ids()])
 
 
+@pytest.mark.parametrize("variant", ["dflash-post_norm", "dspark-rnn"])
+def test_a_reduced_drafter_that_has_decoded_is_trained(variant, taught_target):
+    """As after the validation in front of the first step, in inference mode: its head's rows are made there."""
+    drafter = make_drafter(variant, taught_target)
+    drafter.borrow(drafter.head)
+    with torch.inference_mode():
+        list(decode(taught_target, drafter, DLoop(threshold=-1.0), counting_prompts(1)[0].tolist(), max_new_tokens=4))
+    batch = counting_batch(taught_target, drafter.shape.reads, count=2)
+    origins, unroll = draw_origins(batch, drafter.k, count=4, depth_exposure=2, seed=0, epoch=0), Unroll(drafter, Terms(2), max_rows=1000)
+    unroll(batch, origins, unroll.weights(batch, origins), 0.0).loss.backward()
+    assert any(parameter.grad is not None for parameter in drafter.parameters())
+
+
 @pytest.mark.parametrize("family, settings, says", [
     ("domino", {"alignment": "fill_in"}, "no public layout of domino can say"), ("mtp", {}, "no public layout of mtp can say"),
     ("mtp_assistant", {}, "no public layout of mtp_assistant can say"), ("eagle3", {"format": "deepspec_eagle3"}, "the layout deepspec_eagle3 has neither"),

@@ -226,7 +226,8 @@ class Drafter(nn.Module):
         if head is None or not self.shape.reduced:
             return head
         if self._draft_head is None:
-            object.__setattr__(self, "_draft_head", head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
+            with torch.inference_mode(False):  # where decoding asks first, training must still be able to differentiate through it
+                object.__setattr__(self, "_draft_head", head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
         return self._draft_head
 
     # What a family implements

@@ -170,24 +170,32 @@ def measure(target: Target, drafters: dict[str, Compared], responses: list[Respo
 
 
 def compare(drafters: list[Compared], best: Compared, responses: list[Response]) -> list[dict[str, str]]:
-    """A row for all answers, and one a category, of every drafter."""
-    first, categories = drafters[0], sorted({one.category for one in responses})
-    single, rows = best.rows(responses, Choice(best.single, Never())), []
-    plain = plain_rows(responses, first.costs[first.ks[0]])
+    """A row for all answers, for each category, and for answers by how much a verification of the best single stage gives, of every drafter."""
+    first, rows = drafters[0], []
+    single, plain = best.rows(responses, Choice(best.single, Never())), plain_rows(responses, first.costs[first.ks[0]])
     gated = {drafter.label: drafter.rows(responses, drafter.choice) for drafter in drafters}
+    groups = groups_of(responses, single)
     for drafter in drafters:
-        oracle = drafter.oracle_rows(responses)
-        own = drafter.rows(responses, Choice(drafter.single, Never()))
-        for category in ["all", *(categories if len(categories) > 1 else [])]:
-            def ratio(fast: list[dict], slow: list[dict], category=category) -> str:
-                chosen = [[row for row in side if category in ("all", row["category"])] for side in (fast, slow)]
-                found = statistics.speedup_estimate(*chosen, draws=DRAWS)
+        mine, own, oracle = gated[drafter.label], drafter.rows(responses, Choice(drafter.single, Never())), drafter.oracle_rows(responses)
+        for group, members in groups.items():
+            def ratio(fast: list[dict], slow: list[dict], members=members) -> str:
+                found = statistics.speedup_estimate(*([side[number] for number in members] for side in (fast, slow)), draws=DRAWS)
                 return f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
-            mine = gated[drafter.label]
-            rows.append({"drafter": f"{drafter.label}, {category}", f"{best.label} S = 1": ratio(single, plain), "own S = 1": ratio(own, plain), "gate": ratio(mine, plain),
+            rows.append({"drafter": f"{drafter.label}, {group} ({len(members)})", f"{best.label} S = 1": ratio(single, plain), "own S = 1": ratio(own, plain), "gate": ratio(mine, plain),
                          "gate over best S = 1": ratio(mine, single), f"over {first.label}'s gate": "-" if drafter is first else ratio(mine, gated[first.label]),
-                         "oracle": ratio(oracle, plain), "tau": f"{statistics.tau([row for row in mine if category in ('all', row['category'])]):.2f}"})
+                         "oracle": ratio(oracle, plain), "tau": f"{statistics.tau([mine[number] for number in members]):.2f}"})
     return rows
+
+
+TAUS = (0.0, 2.0, 2.5, 3.0, 99.0)
+
+
+def groups_of(responses: list[Response], single: list[dict]) -> dict[str, list[int]]:
+    """Numbers of all answers, of each category's, and of those whose tau under the single stage is in each interval."""
+    taus, everyone = statistics.tau_by_response(single), list(range(len(responses)))
+    categories = {name: [n for n in everyone if responses[n].category == name] for name in sorted({one.category for one in responses})}
+    bands = {f"tau {low:g} to {high:g}" if high < 99 else f"tau over {low:g}": [n for n in everyone if low <= taus[n] < high] for low, high in zip(TAUS, TAUS[1:], strict=False)}
+    return {"all": everyone} | (categories if len(categories) > 1 else {}) | {name: members for name, members in bands.items() if members}
 
 
 def described(drafter: Compared) -> str:

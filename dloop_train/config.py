@@ -143,8 +143,6 @@ class TrainConfig:
     """Which stages carry loss: first_last | all | last."""
     detach: bool = False
     """Cut the gradient through own states."""
-    reach: bool = False
-    """Weigh each slot by the chance that decoding gets to it: the product of the drafter's own probabilities of the text before it on the branch."""
     steps: int = 0
     """Optimiser steps; 0 means `epochs` passes over the data."""
     epochs: float = 1.0

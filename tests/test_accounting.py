@@ -37,14 +37,14 @@ from dloop_train.training.unroll import Terms, Unroll
 ONE_OF_EACH = ("dflash-sliding", "domino-shifted", "dspark-vanilla", "eagle3-reduced", "mtp", "mtp_assistant")
 
 
-def counted(variant, target, terms, *, recompute=False, reach=False):
+def counted(variant, target, terms, *, recompute=False):
     """Products of a step by the accounting and by watching it: forward alone, and both."""
     drafter = make_drafter(variant, target)
     batch = counting_batch(target, drafter.shape.reads, count=2)
     origins = draw_origins(batch, drafter.k, count=6, depth_exposure=terms.depth_exposure, seed=0, epoch=0)
-    unroll = Unroll(drafter, terms, max_rows=7, recompute=recompute, reach=reach)
+    unroll = Unroll(drafter, terms, max_rows=7, recompute=recompute)
     totals = unroll.weights(batch, origins)
-    work = forward_backward(drafter, counts_of(drafter, batch, origins, terms), Again(stages=recompute, reach=reach)).values()
+    work = forward_backward(drafter, counts_of(drafter, batch, origins, terms), Again(stages=recompute)).values()
     with Watching() as forward, torch.no_grad():
         unroll(batch, origins, totals, 0.0)
     with Watching() as both:
@@ -66,13 +66,6 @@ def test_stages_computed_again_cost_their_forward(variant, tiny_target):
     """Nearly: what a stage computes behind the last tensor that is needed is not computed again."""
     accounted, seen = counted(variant, tiny_target, Terms(3), recompute=True)
     assert accounted[1] == pytest.approx(seen[1], rel=0.03) and seen[1] > 1.1 * counted(variant, tiny_target, Terms(3))[1][1]
-
-
-@pytest.mark.parametrize("variant", ["dflash-sliding", "dspark-vanilla", "eagle3-reduced"])
-def test_reach_costs_the_logits_of_every_slot_once_more(variant, tiny_target):
-    accounted, seen = counted(variant, tiny_target, Terms(3), reach=True)
-    assert accounted == (pytest.approx(seen[0], rel=1e-3), pytest.approx(seen[1], rel=1e-3))  # token heads are counted with the confidence, which is not asked for
-    assert seen[0] > 1.05 * counted(variant, tiny_target, Terms(3))[1][0]
 
 
 @pytest.mark.parametrize("family, precision", [pytest.param(family, precision, marks=[] if (family, precision) == ("eagle3", "float32") else pytest.mark.slow)

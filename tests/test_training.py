@@ -25,7 +25,7 @@ from dloop_train.drafters.losses import WIDE, hits, over_rows, row_losses
 from dloop_train.phases.train import finished
 from dloop_train.runs import read_jsonl, write_atomic
 from dloop_train.targets.head import TargetHead
-from dloop_train.training.anchors import Origins, at, draw_depths, draw_origins, labels_of, run_lengths, supervised
+from dloop_train.training.anchors import Origins, draw_depths, draw_origins, labels_of, run_lengths, supervised
 from dloop_train.training.engine import forget_rows_after
 from dloop_train.training.metrics import MetricLog, chosen_mode
 from dloop_train.training.schedule import learning_rate
@@ -120,38 +120,6 @@ def test_gradient_flows_through_own_states_unless_detached(unrolled):
     through, cut = loss_and_gradients(make(), batch, origins), loss_and_gradients(make(detach=True), batch, origins)
     torch.testing.assert_close(through[0], cut[0])
     assert any(not torch.allclose(through[1][name], cut[1][name]) for name in through[1])
-
-
-def masks_of(unroll, batch, origins, monkeypatch):
-    """The labels' masks of every stage with loss, as a row of slots for each branch. [B, N, slots]"""
-    found, loss = [], unroll.drafter.loss
-
-    def watched(stage, anchors, labels, progress, *, max_rows):
-        found.append(labels.mask)
-        return loss(stage, anchors, labels, progress, max_rows=max_rows)
-    monkeypatch.setattr(unroll.drafter, "loss", watched)
-    unroll(batch, origins, unroll.weights(batch, origins), 0.0)
-    return found
-
-
-def test_reach_is_the_chance_of_what_stands_before(unrolled, monkeypatch):
-    """Slot by slot the product of the probabilities that the drafter gives the text before it on the branch, also of stages without a loss of their own."""
-    make, batch, origins = unrolled
-    unroll = make(reach=True, compact=False, max_rows=7)
-    drafter, k = unroll.drafter, unroll.drafter.k
-    plain = masks_of(make(compact=False), batch, origins, monkeypatch)
-    state = drafter.begin(Context(torch.cat([batch.tokens, batch.tokens[:, -1:]], dim=1), batch.features), origins.position)
-    before = torch.ones(origins.position.shape)
-    for number, (mask, counted) in enumerate(zip(masks_of(unroll, batch, origins, monkeypatch), plain, strict=True)):
-        start = origins.position + number * k
-        text = at(batch.tokens, start[..., None] + torch.arange(1, k + 1))
-        stage = drafter.stage(state, at(batch.tokens, start), lambda step, _, text=text: text[..., step])
-        chance, (ids, known) = torch.softmax(drafter.rescore(stage, at(batch.tokens, start), text), dim=-1), drafter.drafted_ids(text)
-        for slot in range(k):
-            torch.testing.assert_close(mask[..., slot].double(), counted[..., slot].double() * before.double(), rtol=1e-5, atol=1e-9)
-            before = before * chance[:, :, slot].gather(-1, ids[:, :, slot, None])[..., 0] * (1 if known is None else known[..., slot])
-        state = stage.state
-    assert number == 3 and 0 < before.max() and before.min() < 0.5
 
 
 def chances(logits):

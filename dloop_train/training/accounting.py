@@ -73,7 +73,7 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train:
     `head_matrices` how many of embedding and head are held beside them; `validating_bytes` the weights of a target that comes for validations.
     """
     element = 2 if train.precision == "bfloat16" else 4
-    again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0, reach=train.reach)
+    again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
     work, held = forward_backward(drafter, counts, again), held_for_backward(drafter, counts, element, again)
     tokens = counts.sequences * counts.length
     inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
@@ -271,13 +271,11 @@ def mean_logit_passes(terms: Terms) -> float:
 
 @dataclass(frozen=True)
 class Again:
-    """What of the forward runs once more: in the backward pass, instead of holding it, or for another purpose than the loss."""
+    """What of the forward the backward pass runs once more, instead of holding it."""
 
     stages: bool = False
     rows: bool = False
     """Logits of a trained head, which ZeRO-3 must gather again."""
-    reach: bool = False
-    """Logits of every slot, for the chance that it drafts the text: in the forward pass alone."""
 
 
 def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
@@ -297,7 +295,6 @@ def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again(
         terms["own states' K/V", stage] = (branches * k if stage > 1 else 0) * with_forward(flops.own, again.stages)
         terms["token heads", stage] = (branches if rows else 0) * flops.slots
         terms["logits", stage] = rows * with_forward(flops.row, again.rows)
-        terms["chances of the text", stage] = branches * again.reach * Work(k * flops.row.forward + flops.slots.forward)
         terms["teacher's logits", stage] = rows * with_forward(flops.teacher, again.rows)
     return {name: work for name, work in terms.items() if work.total}
 

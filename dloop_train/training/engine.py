@@ -128,7 +128,7 @@ class Trainer:
         self.saves.tidy()
         last = last_of(folder)
         universal = last is not None and self.saves.universal(last, deepspeed.stage)
-        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute, reach=settings.reach)
+        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute)
         self.engine = start_engine(unroll, settings, deepspeed, self.plan.turns(world_size()), universal=universal)
         self.guarded = deepspeed.stage > 0 or settings.precision == "bfloat16"  # DeepSpeed's own optimisers skip what is not finite
         self.device = self.engine.device

@@ -11,7 +11,6 @@ from dloop_train.data.batches import TextBatch
 from dloop_train.drafters.base import Choose, Drafter, take
 from dloop_train.training.anchors import Origins, at, labels_of, supervised
 from dloop_train.training.metrics import Sums, add_sums
-from dloop_train.training.reach import likelihoods, reach
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels
 
 TERMS = ("first", "last")
@@ -69,10 +68,9 @@ class Unroll(nn.Module):
     With `recompute`, of a stage only its own states and its output are kept for the backward pass.
     """
 
-    def __init__(self, drafter: Drafter, terms: Terms, *, max_rows: int, detach: bool = False, compact: bool = True, recompute: bool = False,
-                 reach: bool = False):
+    def __init__(self, drafter: Drafter, terms: Terms, *, max_rows: int, detach: bool = False, compact: bool = True, recompute: bool = False):
         super().__init__()
-        self.drafter, self.terms, self.detach, self.max_rows, self.compact, self.recompute, self.reach = drafter, terms, detach, max_rows, compact, recompute, reach
+        self.drafter, self.terms, self.detach, self.max_rows, self.compact, self.recompute = drafter, terms, detach, max_rows, compact, recompute
 
     def weights(self, batch: TextBatch, origins: Origins) -> Tensor:
         """Label weights of each term in a micro-batch, known before the forward pass. [2] as TERMS"""
@@ -95,26 +93,21 @@ class Unroll(nn.Module):
         drafter, k = self.drafter, self.drafter.k
         tokens = torch.cat([batch.tokens, batch.tokens[:, -1:]], dim=1)  # the row that pairs with the token after the text is never seen
         state = drafter.begin(Context(tokens, batch.features, first=batch.first), origins.position)
-        loss, sums, reached = 0.0, {}, torch.ones(origins.depth.shape, device=tokens.device)
+        loss, sums = 0.0, {}
         for number in range(1, self.terms.depth_exposure + 2):
             alive = origins.alive(number) if self.compact else origins.depth.shape[1]
             state = take(state, alive)
-            position, depth, reached = origins.position[:, :alive], origins.depth[:, :alive], reached[:, :alive]
+            position, depth = origins.position[:, :alive], origins.depth[:, :alive]
             start = position + (number - 1) * k
             stage = self.stage(state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1))
             state = stage.state
             if self.detach:
                 state = detached(state)
-            if self.reach:
-                text = at(batch.tokens, start[..., None] + torch.arange(1, k + 1, device=start.device))
-                reaching, reached = reach(reached, likelihoods(drafter, stage, at(batch.tokens, start), text, self.max_rows))
             term = self.terms.of_stage(number)
             if term is None:
                 loss = loss + stage.hidden.sum() * 0  # keep every parameter in the graph on every rank
                 continue
             labels = masked(labels_of(batch, position, number, k), self.terms.branches(number, depth))
-            if self.reach:
-                labels = replace(labels, mask=labels.mask * reaching)
             part = drafter.loss(stage, at(batch.tokens, start), labels, progress, max_rows=self.max_rows)
             loss = loss + self.terms.share(term) * part.sum / totals[TERMS.index(term)].clamp(min=1e-9).to(part.sum)
             measured = {"weighted_loss": (part.sum.detach().float(), part.weight.float()), **part.metrics}

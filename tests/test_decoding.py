@@ -22,8 +22,8 @@ from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
 LENGTH = 24
-GATES = [Never(), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g, cap in ((-0.05, 4), (-0.5, 2), (-0.5, 4), (-12.0, 4))),
-         DLoop(threshold=-0.5, max_stages=4, temperature=0.5), DLoop(threshold=-12.0)]
+GATES = [Never(), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g, cap in ((-0.05, 4), (-0.5, 4))), DLoop(threshold=-0.5, max_stages=4, temperature=0.5),
+         DLoop(threshold=-12.0), *(pytest.param(DLoop(threshold=g, max_stages=cap), marks=pytest.mark.slow) for g, cap in ((-0.5, 2), (-12.0, 4)))]
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ class GenerateConfig:
     batch_size: int = 192
     seed: int = 0
     greedy_prompts: int = 40
-    """Validation prompts, and as many test prompts, that are answered greedily at batch 1 for replay."""
+    """Validation prompts, and as many test prompts, that are answered greedily for replay."""
     greedy_validation: int = 0
     """Validation prompts among them, where they are to be fewer or more than the test prompts; 0 is greedy_prompts."""
     greedy_max_new_tokens: int = 96

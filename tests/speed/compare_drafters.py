@@ -97,14 +97,14 @@ class Compared:
         self.chain = chain
         self.costs: dict[int, Costs] = {}
         self.single, self.single_speed, self.choice = 0, 0.0, Choice(0, Never())
-        self.known: dict[str, dict[int, list[Replay]]] = {}
+        self.known: dict[tuple, dict[int, list[Replay]]] = {}
 
     def shape(self, k: int) -> str:
         return repr((self.loaded[k].shape, k))
 
     def replays(self, responses: list[Response]) -> dict[int, list[Replay]]:
         """Of every response, by k; a chain is drafted once for all of them."""
-        key = responses[0].id
+        key = tuple(map(text_of, responses))
         if key not in self.known:
             found: dict[int, list[Replay]] = {k: [] for k in self.ks}
             for response in tqdm(responses, desc=self.label, unit="answer"):
@@ -146,14 +146,20 @@ def caps(k: int) -> list[int]:
     return [cap for cap in (2, 3, 4, 6, 8, 12, 16) if cap * k <= MOST_TOKENS]
 
 
-BEYOND: dict[str, list[int]] = {}
+BEYOND: dict[tuple, list[int]] = {}
+
+
+def text_of(response: Response) -> tuple:
+    """What an answer is known by: two sets may hold the same prompt, answered at other lengths."""
+    return response.id, *response.response_ids
 
 
 def beyond_of(target: Target, response: Response, count: int) -> list[int]:
     """So many tokens of the target's own behind a response, decoded once for all drafters."""
-    if response.id not in BEYOND:
-        BEYOND[response.id] = continuation(target, response.prompt_ids, response.response_ids, count)
-    return BEYOND[response.id]
+    text = text_of(response)
+    if text not in BEYOND:
+        BEYOND[text] = continuation(target, response.prompt_ids, response.response_ids, count)
+    return BEYOND[text]
 
 
 def measure(target: Target, drafters: dict[str, Compared], responses: list[Response], path: Path | None) -> None:

@@ -2,21 +2,23 @@
 
 import torch
 from torch import Tensor, nn
-from torch.utils.mkldnn import MkldnnLinear
 
 from dloop_train.targets.target import Target
 
+ROWS = 192
+"""Rows of a product that the layout is chosen for; any number is right."""
+
 
 class PrepackedLinear(nn.Module):
-    """A frozen bias-free linear layer; the same products as nn.Linear, about twice as fast in batched decoding."""
+    """A frozen bias-free linear layer; the same products as nn.Linear, several times as fast in batched decoding."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight = linear.weight
-        self.packed = MkldnnLinear(linear, torch.bfloat16)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return torch._C._nn.mkldnn_linear(rows.to_mkldnn(), self.packed.weight, None).to_dense()
+        return torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
 
 
 def prepack(target: Target) -> Target:

@@ -278,4 +278,4 @@ def test_costs_forget_what_was_cold_and_let_the_depths_take_turns(monkeypatch):
     monkeypatch.setattr("dloop_train.decoding.costs.decode", decoded)
     costs = measure_costs(None, SimpleNamespace(k=2), ["a", "b"], stages=3)
     assert costs.verify == pytest.approx({1: 1.0, 3: 1.1, 5: 1.2, 7: 1.3}) and costs.draft_more == pytest.approx(0.1) and costs.gate == pytest.approx(0.01) and costs.plain == pytest.approx(1.0)
-    assert calls == [(prompt, depth) for prompt in ("a", "b", "a", "b") for depth in (1, 2, 3, 0)]
+    assert calls == [(prompt, depth) for prompt in "abababa" for depth in (1, 2, 3, 0)]

@@ -29,6 +29,7 @@ STRANGERS = {"training", "decoding"}
 """These do not know each other."""
 RELEASED = {r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"), r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),
             r"Huang2020/.*-Domino-b16": ("domino", "specforge_domino", "shifted"), r"deepseek-ai/dspark_.*": ("dspark", "deepspec_dspark", "shifted"),
+            r"starter:dspark_.*": ("dspark", "speculators_dspark", "shifted"),
             r"deepseek-ai/eagle3_.*": ("eagle3", "deepspec_eagle3", None), r"(yuhuili/EAGLE3-|starter:eagle3_).*": ("eagle3", "specforge_eagle3", None),
             r"(Qwen/Qwen3\.5-|starter:mtp_).*": ("mtp", "qwen35_mtp", None), r"google/gemma-4-.*-assistant": ("mtp_assistant", "gemma4_assistant", None)}
 """Family, layout and alignment of the weights with such an id."""

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import composed, make_drafter, tiny_config
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from trainers import on_ranks, trainer
 
 from dloop_train.data.responses import Response
-from dloop_train.decoding.costs import Costs
+from dloop_train.decoding.costs import Costs, increasing
 from dloop_train.decoding.gates import Always, DLoop, Never
 from dloop_train.decoding.replay import Replay
 from dloop_train.phases import artifacts, validation
@@ -177,3 +178,21 @@ def test_without_validation_responses_a_threshold_must_be_given(tmp_path):
         Validator(replace(config, train=replace(config.train, validate_prompts=0)))
     silent = Validator(replace(config, gate=Never(), train=replace(config.train, validate_prompts=0)))
     assert silent(0, None) == Validation({})
+
+
+def test_more_tokens_take_no_less_time_to_verify():
+    """The best fit that never falls, found by trying every way to pool neighbours."""
+    assert increasing({1: (1.0, 3), 3: (2.0, 1), 4: (2.0, 2)}) == {1: 1.0, 3: 2.0, 4: 2.0}
+    assert increasing({1: (58.0, 5), 4: (67.0, 15), 5: (59.0, 5)}) == {1: 58.0, 4: 65.0, 5: 65.0}
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        values, counts = rng.normal(size=6), rng.integers(1, 5, size=6)
+        found = np.array(list(increasing({place: (float(values[place]), int(counts[place])) for place in range(6)}).values()))
+        assert (np.diff(found) >= 0).all()
+        best = np.inf
+        for cuts in range(2**5):
+            pools = np.cumsum([0, *(cuts >> place & 1 for place in range(5))])
+            fit = np.array([np.average(values[pools == pool], weights=counts[pools == pool]) for pool in pools])
+            if (np.diff(fit) >= 0).all():
+                best = min(best, float((counts * (fit - values) ** 2).sum()))
+        assert float((counts * (found - values) ** 2).sum()) == pytest.approx(best)

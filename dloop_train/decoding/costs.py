@@ -1,5 +1,6 @@
 """Costs: seconds of a draft, of a verification by length and of the rest, and the speed they predict for simulated rounds."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import cycle, islice
@@ -66,7 +67,7 @@ def verification_seconds(measured: dict[int, float], tokens: int) -> float:
 
 MEASURED_DEPTH = 3
 """Stages up to which costs are measured; what is deeper is extended from them."""
-TURNS, ROUNDS = 3, 5
+TURNS, ROUNDS = 6, 5
 """Of a measurement: how often every depth has its turn, and how many rounds it has then. The first round of each is not counted."""
 
 
@@ -80,7 +81,7 @@ def measure_all(target: Target, drafters: Sequence[tuple[Drafter, int]], prompts
 
     All depths of all drafters and plain decoding take turns, prompt by prompt; the first turn finds everything cold and is not counted. A
     machine that slows down for a while slows plain decoding too: each turn's seconds are scaled by what plain decoding took in it.
-    What a verification takes goes by its tokens alone, so that all tables share it.
+    What a verification takes goes by its tokens alone, so that all tables share it, and more tokens take no less time (`increasing`).
     """
     ways = [(number, drafter, Never() if depth == 1 else DLoop(threshold=-1e9, max_stages=depth)) for number, (drafter, stages) in enumerate(drafters)
             for depth in range(1, stages + 1)] + [(PLAIN, None, Never())]
@@ -98,7 +99,7 @@ def measure_all(target: Target, drafters: Sequence[tuple[Drafter, int]], prompts
         pace = usual / (part_of(taken[PLAIN], "verify") or usual or 1.0)
         for number, rounds in taken.items():
             found[number] += [replace(one, seconds={part: seconds * pace for part, seconds in one.seconds.items()}) for one in rounds]
-    verify = {1: part_of(found[PLAIN], "verify")} | verifications([one for number in range(len(drafters)) for one in found[number]])
+    verify = verifications([one for rounds in found.values() for one in rounds])
     plain = sum(part_of(found[PLAIN], name) for name in ("verify", "commit"))
     return [costs_of(found[number], drafter.k, stages, verify, plain) for number, (drafter, stages) in enumerate(drafters)]
 
@@ -112,9 +113,23 @@ def part_of(rounds: Sequence[Round], name: str) -> float:
 
 
 def verifications(rounds: Sequence[Round]) -> dict[int, float]:
-    """Median seconds by the number of tokens verified."""
-    lengths = sorted({one.drafted + 1 for one in rounds})
-    return {tokens: part_of([one for one in rounds if one.drafted + 1 == tokens], "verify") for tokens in lengths}
+    """Seconds by the number of tokens verified: medians, pooled until they increase."""
+    counts = Counter(one.drafted + 1 for one in rounds)
+    return increasing({tokens: (part_of([one for one in rounds if one.drafted + 1 == tokens], "verify"), counts[tokens]) for tokens in sorted(counts)})
+
+
+def increasing(measured: dict[int, tuple[float, int]]) -> dict[int, float]:
+    """Least-squares fit that never falls, of values with counts at ascending places (isotonic regression by pooling adjacent violators).
+
+    A verification could be padded to a longer one, so that where a shorter one came out slower, the machine's noise is what was measured.
+    """
+    pools: list[tuple[float, int, list[int]]] = []
+    for place, (value, count) in measured.items():
+        pools.append((value, count, [place]))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, before, first), (high, after, second) = pools[-2:]
+            pools[-2:] = [((low * before + high * after) / (before + after), before + after, first + second)]
+    return {place: value for value, _, places in pools for place in places}
 
 
 def costs_of(rounds: Sequence[Round], k: int, stages: int, verify: dict[int, float], plain: float) -> Costs:

@@ -170,7 +170,7 @@ def test_a_checkpoint_is_known_from_its_config_alone(tmp_path):
 def test_a_backbone_that_does_not_fit_is_refused_before_anything_runs(override, says, tmp_path, monkeypatch):
     monkeypatch.setenv("DLOOP_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ValueError, match=says):
-        planned(tmp_path, "+drafter=dspark", "+target=smollm2_135m", override)
+        planned(tmp_path, "+drafter=domino", "+target=smollm2_135m", override)
 
 
 def test_what_would_stop_the_run_is_said(tmp_path):

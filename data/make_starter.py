@@ -30,7 +30,7 @@ def main(run: Path, out: Path) -> None:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
     composed, trained = OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), json.loads((run / "training.json").read_text())
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    provenance = {"commands": commands(run, trained["drafter"], config["dloop"]["tokens_per_stage"]), "bytes": size, "before": before(trained["drafter"]["init"], out),
+    provenance = {"commands": commands(run, settings_of_training(run), config["dloop"]["tokens_per_stage"]), "bytes": size, "before": before(trained["drafter"]["init"], out),
                   "settings": {**{key: trained[key] for key in ("drafter", "train")}, **{key: composed[key] for key in ("generate", "prompts")}},
                   "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
                   "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}
@@ -41,13 +41,43 @@ THIS_MACHINES = ("launch.", "responder.path=", "phases=", "name=", "root=", "wan
 """Overrides that say where and how far a command ran, not what came out of it."""
 
 
-def commands(run: Path, drafter: dict, tokens_per_stage: int) -> list[str]:
-    """How the run was made: as it was composed, trained with some tokens per stage, exported with the pair's."""
-    key = "width" if "width" in drafter else "tokens_per_stage"
+def settings_of_training(run: Path) -> dict:
+    """The settings that the training and its validations had, by their dotted names."""
+    trained, free, validated = (json.loads((run / name).read_text()) for name in ("training.json", "training_free.json", "validated_by.json"))
+    sections = {"drafter": trained["drafter"], "train": trained["train"], "gate": validated["gate"]}
+    dotted = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
+    return dotted | free | {"train.validate_prompts": validated["train.validate_prompts"]}
+
+
+def commands(run: Path, trained: dict, tokens_per_stage: int) -> list[str]:
+    """How the run was made: trained with some tokens per stage, exported with the pair's.
+
+    The overrides on disk are those of the last command, the export. Where the training had another value, its command has that one.
+    """
+    key = "drafter.width" if "drafter.width" in trained else "drafter.tokens_per_stage"
     words = [word.lstrip("+") if word.startswith("++") else word for word in OmegaConf.to_container(OmegaConf.load(run / "hydra" / "overrides.yaml"))]
-    kept = " ".join(word for word in words if not word.startswith((*THIS_MACHINES, f"drafter.{key}=")))
-    return [f"python -m dloop_train {kept} name={run.name} drafter.{key}={tokens} phases=[{phases}]"
-            for tokens, phases in ((drafter[key], "generate,cache,train"), (tokens_per_stage, "export"))]
+    kept = [word for word in words if not word.startswith((*THIS_MACHINES, f"{key}="))]
+    named = [([as_trained(word, trained) for word in kept], trained[key], "generate,cache,train"), (kept, tokens_per_stage, "export")]
+    return [f"python -m dloop_train {' '.join(settings)} name={run.name} {key}={tokens} phases=[{phases}]" for settings, tokens, phases in named]
+
+
+def as_trained(override: str, trained: dict) -> str:
+    """An override with the value that the training had, written as it was where that is equal."""
+    name, _, value = override.partition("=")
+    if name not in trained or value == str(trained[name]) or as_number(value) == trained[name]:
+        return override
+    return f"{name}={trained[name]}"
+
+
+def as_number(text: str) -> float | None:
+    """What a number is written as may differ: 4e-4 is 0.0004."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+KEPT = ("commands", "settings", "data_keys", "validation", "curve", "before")
 
 
 def before(init: str, out: Path) -> dict | None:
@@ -56,7 +86,7 @@ def before(init: str, out: Path) -> dict | None:
     if not init.startswith("starter:") or not found.is_file():
         return None
     kept = json.loads(found.read_text())
-    return {"init": init, **{key: kept[key] for key in ("commands", "settings", "before") if key in kept}}
+    return {"init": init, **{key: kept[key] for key in KEPT if key in kept}}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TextIO
 from dloop_train.checkpoints.files import locate_drafter
 from dloop_train.data.chat import pieces
 from dloop_train.decoding.loop import Emission
+from dloop_train.decoding.partings import parting_gap
 from dloop_train.serving import LoopedModel, load
 from dloop_train.types import Round
 
@@ -43,7 +44,11 @@ def main(arguments: list[str] | None = None) -> None:
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if coloured:
         print(legend())
-    converse(model, questions(sys.stdin, sys.stdout), options, sys.stdout, coloured=coloured)
+    asked = questions(sys.stdin, sys.stdout if sys.stdout.isatty() else sys.stderr)  # a pipe gets the answers alone
+    try:
+        converse(model, asked, options, sys.stdout, coloured=coloured)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -52,7 +57,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("target", help="a target by its name in conf/target/, such as smollm2_135m")
     parser.add_argument("--compare", action="store_true", help="decode each answer once more without the drafter, and say how long that takes")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=not_negative, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling above temperature 0")
     parser.add_argument("--threshold", type=float, default=None, help="the gate's; the export's own if it is not given")
     return parser.parse_args(arguments)
@@ -62,6 +67,13 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be positive, got {number}")
+    return number
+
+
+def not_negative(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a finite number, zero or more, got {text}")
     return number
 
 
@@ -92,7 +104,7 @@ def converse(model: LoopedModel, asked: Iterable[str], options: argparse.Namespa
         print(f"\n[{answer.summary()}]", file=out)
         if options.compare:
             plain = gathered(model.emissions(ids, plain=True, **settings))
-            print(f"[plain decoding: {plain.seconds:.2f} s, {plain.seconds / answer.seconds:.2f} times as long{differing(plain, answer, options)}]", file=out)
+            print(f"[plain decoding: {plain.seconds:.2f} s, {plain.seconds / answer.seconds:.2f} times as long{differing(model, ids, plain, answer, options)}]", file=out)
         print(file=out, flush=True)
         messages.append({"role": "assistant", "content": model.target.tokenizer.decode(answer.tokens, skip_special_tokens=True)})
 
@@ -122,9 +134,12 @@ def answer_of(emissions: list[Emission], seconds: float) -> Answer:
     return Answer([token for one in emissions for token in one.tokens], [one.round for one in emissions if one.round is not None], seconds)
 
 
-def differing(plain: Answer, answer: Answer, options: argparse.Namespace) -> str:
-    """Greedy texts are equal but for ties of the target's logits; sampled ones differ by right."""
-    return "; its text parts from this one at a tie" if not options.temperature and plain.tokens != answer.tokens else ""
+def differing(model: LoopedModel, prompt: list[int], plain: Answer, answer: Answer, options: argparse.Namespace) -> str:
+    """How near a tie greedy texts differ, if they do: by a few roundings at most. Sampled texts differ anyway."""
+    if options.temperature or plain.tokens == answer.tokens:
+        return ""
+    gap = parting_gap(model.target, prompt, plain.tokens, answer.tokens)
+    return f"; the texts differ from where the target's logits of two tokens are {gap:.1f} roundings of {str(model.target.dtype).removeprefix('torch.')} apart"
 
 
 def painted(text: str, stage: int) -> str:

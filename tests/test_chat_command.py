@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def test_a_pipe_gets_plain_text(export):
     assert result.stdout.count("[plain decoding:") == 2
 
 
-@pytest.mark.parametrize("arguments, says", [(["--max-new-tokens", "0"], "must be positive"), (["--threshold", "1"], "cannot be positive")])
+@pytest.mark.parametrize("arguments, says", [(["--max-new-tokens", "0"], "must be positive"), (["--threshold", "1"], "cannot be positive"), (["--temperature", "-1"], "zero or more"),
+                                             (["--temperature", "nan"], "zero or more")])
 def test_wrong_arguments_are_named(export, arguments, says, capsys):
     with pytest.raises(SystemExit) as left:
         chat.main([str(export), "tiny_llama", *arguments])
@@ -94,6 +96,11 @@ def test_the_loops_answers_are_plain_decodings(taught_target, monkeypatch):
     monkeypatch.setattr(model, "prompt_ids", lambda messages: [COUNTING + n for n in range(4)])
     out = io.StringIO()
     chat.converse(model, ["count"], chat.parsed(["export", "target", "--compare", "--max-new-tokens", "20"]), out, coloured=False)
-    assert "parts from this one" not in out.getvalue() and "[plain decoding:" in out.getvalue()
+    assert "the texts differ" not in out.getvalue() and "[plain decoding:" in out.getvalue()
     plain = chat.gathered(model.emissions([COUNTING + n for n in range(4)], plain=True, max_new_tokens=20))
     assert out.getvalue().startswith(taught_target.tokenizer.decode(plain.tokens, skip_special_tokens=True)[:5])
+    ids, other = [COUNTING + n for n in range(4)], replace(plain, tokens=[*plain.tokens[:5], 3, *plain.tokens[6:]])
+    options = chat.parsed(["export", "target"])
+    gap = float(re.search(r"the texts differ from where .* are ([\d.]+) roundings of float64 apart", chat.differing(model, ids, other, plain, options)).group(1))
+    assert gap > 1e6  # no tie: a fault would be told from one
+    assert chat.differing(model, ids, plain, plain, options) == "" and chat.differing(model, ids, other, plain, chat.parsed(["export", "target", "--temperature", "1"])) == ""

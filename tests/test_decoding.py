@@ -180,6 +180,9 @@ def test_no_gate_is_faster_than_the_oracle(variant, taught, taught_target):
             assert fastest[0] == pytest.approx(fastest[1])
             for gate in (Never(), *(Always(max_stages=cap) for cap in (1, 2, 6)), *(DLoop(threshold=g, max_stages=6) for g in (-0.05, -0.5, -3.0))):
                 assert sum(map(seconds, walk_gate(whole, gate))) >= fastest[0] - 1e-9
+        swept = [sweep([record], [-3.0], COSTS, drafter.k, 6) for record in (followed, whole)]  # as deep as the gate, not as what is drafted everywhere
+        assert swept[0]["oracle"] == pytest.approx(swept[1]["oracle"]) and swept[0]["oracle"]["tokens_per_second"] >= swept[0]["sweep"][0]["tokens_per_second"]
+        assert swept[0]["oracle"]["stages"] > 1
 
 
 class Right:

@@ -11,7 +11,7 @@ from dloop_train.checkpoints.files import save_drafter
 from dloop_train.data.responses import Response
 from dloop_train.decoding import statistics
 from dloop_train.decoding.gates import Never
-from dloop_train.decoding.timing import DISTURBED, Timing, disturbed, mixture, steadied, weighted_medians
+from dloop_train.decoding.timing import DISTURBED, SPREAD, Timing, disturbed, mixture, steadied, weighted_quantiles
 from dloop_train.phases.evaluate import PLAIN, Evaluation, Setting
 from dloop_train.phases.report import busyness
 from dloop_train.runs import read_jsonl, write_jsonl
@@ -36,11 +36,11 @@ def response(name, rounds):
     return {"id": name, "category": "chat", "tokens": sum(each["emitted"] for each in rounds), "seconds": total, "rounds": rounds}
 
 
-def run_of(stages, *, slow=(), prompts=16, seed=0):
-    """Rows of one setting; during the prompts in `slow` everything takes 12 times as long."""
+def run_of(stages, *, slow=(), prompts=16, seed=0, factor=12.0):
+    """Rows of one setting; during the prompts in `slow` everything takes so many times as long."""
     rng = np.random.default_rng(seed)
     depths = [stages] if stages < 2 else [1, 1, 2, 1, 3, 1, 2]
-    return [response(str(number), [one(depths[at % len(depths)], min(at % 3, 2 * depths[at % len(depths)]), 12.0 if number in slow else 1.0, rng) for at in range(30)])
+    return [response(str(number), [one(depths[at % len(depths)], min(at % 3, 2 * depths[at % len(depths)]), factor if number in slow else 1.0, rng) for at in range(30)])
             for number in range(prompts)]
 
 
@@ -54,6 +54,13 @@ def test_a_disturbed_prompt_moves_the_clock_and_not_the_usual_speedup():
     assert statistics.speedup(quiet, plain) > 1.5 * clean.value  # what the clock would have said
     assert Timing.of(plain).busy() > 1.5 and Timing.of(quiet).busy() == pytest.approx(1, abs=0.01)
     assert disturbed([plain, quiet]) == [0] and disturbed([quiet]) == []
+
+
+def test_a_pace_that_changes_halfway_shows_in_the_spread():
+    """Where half of the prompts took half as long again the clock can agree with the usual times; the quartiles do not."""
+    steady, changed = Timing.of(run_of(2)), Timing.of(run_of(2, slow=range(8), factor=1.5))
+    assert steady.spread() < 0.05 and changed.spread() == pytest.approx(0.5, abs=0.05)
+    assert changed.spread() > SPREAD > steady.spread()
 
 
 def test_rows_with_usual_times_add_up():
@@ -73,14 +80,16 @@ def test_a_rare_verification_lies_on_the_line_through_frequent_ones():
     assert steadied(rows)[1]["rounds"][-1]["seconds"]["verify"] == pytest.approx(0.027, rel=0.03)
 
 
-def test_weighted_medians_are_medians_of_repeated_values():
+def test_weighted_quantiles_are_those_of_repeated_values():
     rng = np.random.default_rng(0)
     values, counts = rng.random(9), np.array([1, 2, 0, 1, 3, 1, 2, 1, 1.0])
     times = rng.integers(0, 4, size=(20, 9))
-    found = weighted_medians(np.where(counts > 0, values, np.nan), counts, times)
+    found = weighted_quantiles(np.where(counts > 0, values, np.nan), counts, times)
     for draw, median in zip(times, found, strict=True):
         repeated = np.sort(np.repeat(values, (draw * counts).astype(int)))
         assert median == repeated[(len(repeated) - 1) // 2]
+    quarter = weighted_quantiles(np.arange(1, 9.0), np.ones(8), np.ones((1, 8), dtype=int), 0.25)
+    assert quarter.tolist() == [2.0]
 
 
 class Busy:
@@ -126,10 +135,12 @@ def test_a_prompt_that_was_decoded_beside_other_work_is_decoded_again(tmp_path, 
 
 
 def test_the_table_says_that_the_machine_was_busy():
-    def setting(over, again):
-        return {"label": "plain decoding", "clock": {"over_usual": over, "decoded_again": again}}
+    def setting(over, again, spread=0.01):
+        return {"label": "plain decoding", "clock": {"over_usual": over, "decoded_again": again, "spread": spread}}
     quiet = {"settings": [setting(1.01, 0)], "run": {"prompts": 16}}
     assert busyness(quiet) == ""
     said = busyness({"settings": [setting(1.02, 0), setting(1.31, 2)], "run": {"prompts": 16}})
     assert "1.31 times" in said and "2 of 16 prompts were decoded twice" in said
+    unsteady = busyness({"settings": [setting(1.01, 0, 0.31)], "run": {"prompts": 16}})
+    assert "a round of one kind took 31% longer" in unsteady and "1.01 times" not in unsteady and "twice" not in unsteady
     assert DISTURBED > 1 and replace(Setting("a b", None, Never()), label="A, b!").slug == "a-b"

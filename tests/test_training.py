@@ -130,8 +130,11 @@ def chances(logits):
     return [power / total for power in powers]
 
 
-def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, progress, taught):
-    """One slot's loss from logits as lists of numbers, as each family's recipe has it; label None is one that cannot be drafted."""
+def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, inside, progress, taught):
+    """One slot's loss from logits as lists of numbers, as each family's recipe has it; label None is one that cannot be drafted.
+
+    `inside` is the share of the target's probability on the draft vocabulary.
+    """
     said, meant = chances(final), chances(teacher)
     if isinstance(drafter, ChainDrafter):
         return -(0.8**slot) * sum(q * math.log(p) for p, q in zip(said, meant, strict=True)) * taught
@@ -143,7 +146,7 @@ def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, prog
         apart = sum(abs(p - q) for p, q in zip(said, meant, strict=True))
         loss = (0.1 * hard + 0.9 * apart) * (taught and label is not None)
         if confidence is not None:
-            trust, wanted = 1 / (1 + math.exp(-confidence)), 1 - apart / 2
+            trust, wanted = 1 / (1 + math.exp(-confidence)), sum(min(p, inside * q) for p, q in zip(said, meant, strict=True))
             loss -= wanted * math.log(trust) + (1 - wanted) * math.log(1 - trust)
         return math.exp(-slot / 4) * loss
     return math.exp(-slot / 4) * hard  # DFlash
@@ -187,12 +190,13 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
                         break
                     teacher = batch.last_hidden[row, reached - 1] @ taught_target.lm_head.weight.T
                     teacher = teacher if cap is None else cap * torch.tanh(teacher / cap)
-                    place, taught = labels[slot], True
+                    place, taught, inside = labels[slot], True, 1.0
                     if kept is not None:  # labels, or the target's most likely tokens, that cannot be drafted teach nothing but weigh
                         place, taught = (kept.index(labels[slot]) if labels[slot] in kept else None), int(teacher.argmax()) in kept
+                        inside = sum(torch.softmax(teacher, -1)[kept].tolist())
                         teacher = teacher[kept]
                     confidence = None if trust is None else trust[0, 0, slot].item()
-                    loss_here = plain_slot_loss(drafter, slot, final[slot].tolist(), base[slot].tolist(), confidence, place, teacher.tolist(), progress, taught)
+                    loss_here = plain_slot_loss(drafter, slot, final[slot].tolist(), base[slot].tolist(), confidence, place, teacher.tolist(), inside, progress, taught)
                     totals[number > 1] += loss_here
                     weights[number > 1] += decay**slot
     assert weights[1] > 0

@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import composed, make_drafter, tiny_config
+from conftest import settings_of as drafter_settings
 from safetensors.torch import load_file
 from trainers import on_ranks, trainer
 
+from dloop_train.checkpoints.files import save_drafter
 from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import Costs, increasing
 from dloop_train.decoding.gates import Always, DLoop, Never
 from dloop_train.decoding.replay import Replay
-from dloop_train.phases import artifacts, validation
+from dloop_train.phases import artifacts, evaluate, validation
 from dloop_train.phases.evaluate import settings_of
 from dloop_train.phases.export import gate_of
-from dloop_train.phases.replaying import candidates, fastest, sweep
+from dloop_train.phases.replaying import candidates, fastest, simulated, sweep
 from dloop_train.phases.train import DONE, finished
 from dloop_train.phases.validation import BINS, VALIDATED_BY, Validator, chosen_threshold, gate_scores, predictions
-from dloop_train.runs import write_atomic, write_jsonl
+from dloop_train.runs import read_jsonl, write_atomic, write_jsonl
 from dloop_train.targets.responders import decode_plain
 from dloop_train.targets.sources import load_target
 from dloop_train.training.engine import Validation
@@ -162,14 +164,35 @@ def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_besi
     for name, threshold in (("trained", -0.25), ("other", -0.75)):
         write_atomic(tmp_path / name / "config.json", json.dumps({"dloop": {"threshold": threshold}}))
     folders = {"untouched": tmp_path / "released", "trained": tmp_path / "trained", "other": tmp_path / "other"}
-    settings = {setting.label: setting.gate.threshold for setting in settings_of(config, folders, 3)}
+    gates = {label: evaluate.gate_for(config, label, folder) for label, folder in folders.items()}
+    settings = {setting.label: setting.gate.threshold for setting in settings_of(config, gates, 3)}
     assert settings == {"plain decoding": None, "best single stage, k = 3": None, "untouched S=1": None, "untouched + gate": -1.0, "trained S=1": None,
                         "trained + gate (DLoop)": -0.25, "other S=1": None, "other + gate": -0.75, "trained + gate -0.5": -0.5}
     short = replace(config, evaluate=replace(config.evaluate, rows="short"))
-    assert [setting.label for setting in settings_of(short, folders, 3)] == ["plain decoding", "best single stage, k = 3", "untouched + gate", "trained + gate (DLoop)", "other + gate"]
-    assert [setting.label for setting in settings_of(short, folders, 0)][:3] == ["plain decoding", "untouched S=1", "untouched + gate"]
+    assert [setting.label for setting in settings_of(short, gates, 3)] == ["plain decoding", "best single stage, k = 3", "untouched + gate", "trained + gate (DLoop)", "other + gate"]
+    assert [setting.label for setting in settings_of(short, gates, 0)][:3] == ["plain decoding", "untouched S=1", "untouched + gate"]
     fixed = replace(config, gate=DLoop(threshold=-0.5))
-    assert {setting.gate.threshold for setting in settings_of(fixed, folders, 0) if isinstance(setting.gate, DLoop)} == {-0.5}
+    gates = {label: evaluate.gate_for(fixed, label, folder) for label, folder in folders.items()}
+    assert {setting.gate.threshold for setting in settings_of(fixed, gates, 0) if isinstance(setting.gate, DLoop)} == {-0.5}
+
+
+def test_extra_drafters_get_the_threshold_that_validation_finds_fastest_and_any_threshold_can_be_replayed(tmp_path, monkeypatch):
+    """An export's own threshold was chosen under another cost table; a threshold below all that are swept drafts deeper than the sweep."""
+    target = load_target(composed("+drafter=dflash", "+target=tiny_llama").target, dtype="float32", device="cpu")
+    for name, threshold in (("trained", -60.0), ("other", -0.5)):
+        save_drafter(make_drafter("dflash-shifted", target), tmp_path / name, section=drafter_settings("dflash-shifted").section() | {"threshold": threshold}, target=target.spec)
+    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "++evaluate.dtype=float32", "++drafter.init=scratch", "++drafter.width=4", "++drafter.taps=[0,1,3]",
+                      "++evaluate.replay_stages=2", "++evaluate.thresholds=[-0.5,-30.0]", "++gate.threshold=replay", f"++evaluate.extra={{other: {tmp_path / 'other'}}}")
+    prompts = [list(range(60 + number, 70 + number)) for number in range(3)]
+    responses = [Response(f"p{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "") for number, ids in enumerate(prompts)]
+    monkeypatch.setattr(evaluate, "validation_responses", lambda config: responses)
+    evaluation = evaluate.Evaluation(config, tmp_path / "evaluation", {"other": tmp_path / "other", "trained": tmp_path / "trained"}, responses)
+    gates, drafter = evaluation.gates(), evaluation.drafter("other")
+    speeds = {g: simulated(evaluation.records(drafter, responses, config.gate, 2), config.gate.at(g), evaluation.costs(drafter))["tokens_per_second"] for g in (-0.5, -30.0)}
+    assert gates["trained"].threshold == -60.0 and gates["other"].threshold == max(speeds, key=lambda g: (speeds[g], g))
+    evaluation.replay(settings_of(config, gates, 0))
+    deep = read_jsonl(tmp_path / "evaluation" / "replayed" / "trained-gate-dloop-.jsonl".replace("-.", "."))
+    assert max(one["stages"] for row in deep for one in row["rounds"]) > 2
 
 
 def test_without_validation_responses_a_threshold_must_be_given(tmp_path):

@@ -17,6 +17,8 @@ FREQUENT = 8
 """Rounds that give a verification of some length a median of its own; rarer lengths lie on the line through the two nearest frequent ones."""
 BUSY = 0.05
 """Share by which the clock and the usual times may part before the machine counts as busy."""
+SPREAD = 0.2
+"""Distance of the quartiles of rounds of one kind, as a share of their median, beyond which the machine's pace counts as unsteady."""
 DISTURBED = 1.25
 """Clock over usual time of a response from which it counts as disturbed."""
 
@@ -49,13 +51,14 @@ class Timing:
         samples = tuple((np.array([np.median(values) if values else np.nan for values in own]), np.array([float(len(values)) for values in own])) for own in found)
         return Timing(kinds, work, samples, np.array([row["seconds"] for row in rows]), np.array([float(row["tokens"]) for row in rows]))
 
-    def costs(self, times: NDArray[np.int64]) -> Floats:
-        """Seconds of a unit of each kind, the median over responses drawn so many times. [draws, R] -> [draws, K]"""
-        return np.stack([weighted_medians(values, counts, times) for values, counts in self.samples], axis=1) if self.kinds else np.zeros((len(times), 0))
+    def costs(self, times: NDArray[np.int64], share: float = 0.5) -> Floats:
+        """Seconds of a unit of each kind: the median (or another quantile) over responses drawn so many times. [draws, R] -> [draws, K]"""
+        found = [weighted_quantiles(values, counts, times, share) for values, counts in self.samples]
+        return np.stack(found, axis=1) if self.kinds else np.zeros((len(times), 0))
 
-    def usual_costs(self) -> Floats:
+    def usual_costs(self, share: float = 0.5) -> Floats:
         """With every response drawn once. [K]"""
-        return self.costs(np.ones((1, len(self.work)), dtype=np.int64))[0]
+        return self.costs(np.ones((1, len(self.work)), dtype=np.int64), share)[0]
 
     def seconds(self) -> Floats:
         """Usual seconds of each response. [R]"""
@@ -73,6 +76,15 @@ class Timing:
     def busy(self) -> float:
         """Clock over usual seconds of all responses together; 1 on a quiet machine."""
         return float(self.clock.sum() / max(self.seconds().sum(), 1e-12))
+
+
+    def spread(self) -> float:
+        """Distance between the quartiles of a kind's seconds over responses, as a share of its median; mean over kinds by their time.
+
+        It is large where the machine's pace changed from response to response, also where the clock and the usual times agree.
+        """
+        low, usual, high = (self.work.sum(0) @ self.usual_costs(share) for share in (0.25, 0.5, 0.75))
+        return float((high - low) / max(usual, 1e-12))
 
 
 def frequent_lengths(rows: list[dict]) -> list[int]:
@@ -97,12 +109,15 @@ def mixture(tokens: int, lengths: list[int]) -> dict[int, float]:
     return {low: (high - tokens) / (high - low), high: (tokens - low) / (high - low)}
 
 
-def weighted_medians(values: Floats, counts: Floats, times: NDArray[np.int64]) -> Floats:
-    """Median of the values, each as often as its response was drawn times its count. [R], [R], [draws, R] -> [draws]; 0 where nothing was drawn"""
+def weighted_quantiles(values: Floats, counts: Floats, times: NDArray[np.int64], share: float = 0.5) -> Floats:
+    """Quantile of the values (by default the median), each as often as its response was drawn times its count.
+
+    [R], [R], [draws, R] -> [draws]; 0 where nothing was drawn
+    """
     there = np.flatnonzero(counts)
     order = there[np.argsort(values[there], kind="stable")]
     weights = (times[:, order] * counts[order]).cumsum(1)  # [draws, R']
-    place = (weights < weights[:, -1:] / 2).sum(1)
+    place = (weights < weights[:, -1:] * share).sum(1)
     return np.where(weights[:, -1] > 0, values[order][np.minimum(place, len(order) - 1)], 0.0)
 
 

@@ -189,6 +189,32 @@ class DrafterConfig:
         return self
 
 
+@dataclass(frozen=True)
+class TeacherLogits:
+    """The target's logits of supervised rows, and what a reduced draft vocabulary leaves out of them."""
+
+    kept: Tensor  # [R, V] over the draft vocabulary
+    whole: Tensor | None = None  # [R, V_target]; None where the draft vocabulary is the target's
+
+    @property
+    def taught(self) -> Tensor | None:
+        """Rows whose most likely token is in the draft vocabulary; None: all. [R] bool"""
+        return None if self.whole is None else self.kept.amax(-1) == self.whole.amax(-1)
+
+    def acceptance(self, logits: Tensor, distance: Tensor) -> Tensor:
+        """How often rejection sampling accepts a token drawn from the draft logits [R, V]: the sum over tokens of min(p, q). [R]
+
+        `distance` [R] is the total variation over the draft vocabulary, to which the target's distribution is renormalised. Where it is
+        the whole one the two add up to 1; elsewhere the tokens outside are the target's alone.
+        """
+        if self.whole is None:
+            return (1 - distance).clamp(0, 1)
+        precise = distance.dtype
+        inside = torch.logsumexp(self.kept.to(precise), -1) - torch.logsumexp(self.whole.to(precise), -1)
+        target = torch.softmax(self.kept, dim=-1, dtype=precise) * inside.exp()[:, None]
+        return torch.minimum(torch.softmax(logits.detach(), dim=-1, dtype=precise), target).sum(-1)
+
+
 class Drafter(nn.Module):
     """Drafts k tokens a stage for every branch at once.
 
@@ -308,13 +334,10 @@ class Drafter(nn.Module):
         """Logits of the target that a supervised row of its distribution takes: all of them, also where few are kept (see teacher_logits)."""
         return self.shape.vocab_size
 
-    def teacher_logits(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The target's logits over the draft vocabulary, and of which rows its most likely token is in it (None: all). [R, D] -> [R, V], [R]"""
-        if not self.shape.reduced:
-            return self.head.logits(teacher), None
+    def teacher_logits(self, teacher: Tensor) -> TeacherLogits:
+        """The target's logits of hidden states [R, D]."""
         whole = self.head.logits(teacher)
-        kept = whole[:, self.kept_ids()]
-        return kept, kept.amax(-1) == whole.amax(-1)
+        return TeacherLogits(whole[:, self.kept_ids()], whole) if self.shape.reduced else TeacherLogits(whole)
 
     def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
         """Choose the k tokens of a stage. [B, N, k]"""

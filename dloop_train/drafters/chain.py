@@ -80,7 +80,8 @@ class ChainDrafter(Drafter):
 
     def compared_rows(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
         """The target's logits over the draft vocabulary, and which rows carry loss (None: all). [R, D] -> [R, V], [R]"""
-        return self.teacher_logits(teacher)
+        found = self.teacher_logits(teacher)
+        return found.kept, found.taught
 
     # What all share
 

@@ -57,9 +57,9 @@ class DFlash(BlockDrafter):
         logits, (places, known), target = self.draft_head.logits(normed), self.drafted_ids(tokens), None
         if "hard" not in self.mixture:
             with torch.no_grad():
-                target, taught = self.teacher_logits(teacher.to(normed.dtype))
-        losses, _ = row_losses(logits, places, target, **self.mixture)
-        losses = only(losses, known if target is None else taught)
+                target = self.teacher_logits(teacher.to(normed.dtype))
+        losses, _ = row_losses(logits, places, None if target is None else target.kept, **self.mixture)
+        losses = only(losses, known if target is None else target.taught)
         return (weights * losses).sum(), by_slot(hits(logits, places, known), slots, self.k, losses)
 
     def flops(self) -> Flops:

@@ -168,12 +168,13 @@ class DSpark(TokenHeadDrafter):
                  confidence: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits, (places, known) = self.draft_head.logits(normed) + self.expand(codes), self.drafted_ids(tokens)
         with torch.no_grad():
-            target, taught = self.teacher_logits(teacher.to(normed.dtype))
-        # The L1 distance is twice the total variation. Rows that a reduced vocabulary cannot say, by label or by teacher, carry neither.
-        losses, apart = row_losses(logits, places, target, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight)
-        losses = only(losses, None if known is None else known & taught)
+            target = self.teacher_logits(teacher.to(normed.dtype))
+        # The L1 distance is twice the total variation. Rows whose label or most likely token is outside a reduced vocabulary carry
+        # neither of the two; the confidence learns from all rows, since decoding asks it everywhere.
+        losses, distance = row_losses(logits, places, target.kept, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight)
+        losses = only(losses, None if known is None else known & target.taught)
         if confidence is not None:
-            accepted = (1 - apart).clamp(0, 1)
+            accepted = target.acceptance(logits, distance)
             losses = losses + self.settings.confidence_weight * F.binary_cross_entropy_with_logits(confidence.to(accepted.dtype), accepted, reduction="none")
         return (weights * losses).sum(), by_slot(hits(logits, places, known), slots, self.k, losses)
 

@@ -2,11 +2,11 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from dloop_train.checkpoints.files import SECTION, load_drafter, locate_drafter, read_config, weights_digest
@@ -15,13 +15,14 @@ from dloop_train.data.responses import Response
 from dloop_train.decoding.costs import MEASURED_DEPTH, Costs, measure_all, warm_up
 from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
+from dloop_train.decoding.partings import parting_gap
 from dloop_train.decoding.replay import Replay, walk_gate
 from dloop_train.decoding.rules import Chance, Rule
 from dloop_train.decoding.timing import disturbed
 from dloop_train.drafters.base import Drafter
 from dloop_train.launch import outside, start_ranks
 from dloop_train.phases import artifacts
-from dloop_train.phases.replaying import Beyond, replay_all, replayable, simulated, sweep
+from dloop_train.phases.replaying import Beyond, candidates, fastest, replay_all, replayable, simulated, sweep
 from dloop_train.phases.validation import chosen_threshold
 from dloop_train.ranks import say
 from dloop_train.runs import key_of, read_jsonl, write_atomic, write_jsonl
@@ -33,6 +34,8 @@ from dloop_train.types import Round
 PLAIN = "plain decoding"
 UNTOUCHED = "untouched"
 TRAINED = "trained"
+THRESHOLDS = "extra_thresholds.json"
+"""Beside the rounds: the thresholds that replay on validation responses chooses for the drafters of evaluate.extra, by label."""
 SINGLE = "single_stage.json"
 """Beside the rounds: what replay on validation responses predicts of a single stage by its tokens, and which is best."""
 
@@ -109,13 +112,12 @@ def validation_responses(config: Config) -> list[Response]:
     return artifacts.greedy_responses(config, "validation")[:config.train.validate_prompts]
 
 
-def settings_of(config: Config, folders: dict[str, Path], single: int) -> list[Setting]:
-    """Plain decoding, the best single stage (of `single` tokens; 0 where none was looked for), and each drafter with its gate.
+def settings_of(config: Config, gates: dict[str, Gate], single: int) -> list[Setting]:
+    """Plain decoding, the best single stage (of `single` tokens; 0 where none was looked for), and each drafter (`gates` by label) with its gate.
 
     With evaluate.rows=all also each drafter's own single stage, and the trained one at the paper's threshold where another was chosen.
     """
-    gates = {label: gate_for(config, label, folder) for label, folder in folders.items()}
-    whole, reference = config.evaluate.rows == "all", next(iter(folders))
+    whole, reference = config.evaluate.rows == "all", next(iter(gates))
     settings = [Setting(PLAIN, None, Never())]
     if single:
         settings.append(Setting(f"best single stage, k = {single}", reference, Never(), single))
@@ -132,7 +134,8 @@ def settings_of(config: Config, folders: dict[str, Path], single: int) -> list[S
 
 
 def gate_for(config: Config, label: str, folder: Path) -> Gate:
-    """The gate of one drafter. Where validation chooses thresholds, each drafter has its own: an export names it, the released one was validated before the first step."""
+    """The gate of one drafter before the evaluation. With gate.threshold=replay each drafter has its own threshold: an export names
+    it, and the released drafter was validated before the first step."""
     if not config.gate.by_replay:
         return config.gate
     if label == UNTOUCHED:
@@ -152,7 +155,7 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
         say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
-        for old in [folder / "settings.json", folder / SINGLE, *folder.glob("rounds/*.jsonl"), *folder.glob("replayed/*.jsonl")]:  # settings.json says "done", so it goes first
+        for old in [folder / "settings.json", folder / SINGLE, folder / THRESHOLDS, *folder.glob("rounds/*.jsonl"), *folder.glob("replayed/*.jsonl")]:  # settings.json says "done", so it goes first
             old.unlink(missing_ok=True)
     write_atomic(path, json.dumps(made_from))
 
@@ -177,7 +180,7 @@ class Evaluation:
         """Cost tables by what time depends on (time_shape): drafters that differ in weights alone share one."""
 
     def run(self) -> None:
-        settings = settings_of(self.config, self.folders, self.single_stage())
+        settings = settings_of(self.config, self.gates(), self.single_stage())
         self.decode_live(settings, self.responses[:self.config.evaluate.prompts])
         self.replay(settings)
         rows = [setting.row(self.drafter(*setting.loaded_as).k if setting.drafter else 0, self.config.rule) for setting in settings]
@@ -204,8 +207,9 @@ class Evaluation:
         prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
         return dict(zip(wanted, measure_all(self.target, list(wanted.values()), prompts), strict=True))
 
-    def records(self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int) -> list[Replay]:
-        return replay_all(self.target, drafter, responses, gate, self.config.evaluate.thresholds, self.beyond, stages=stages,
+    def records(self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int, thresholds: Sequence[float] = ()) -> list[Replay]:
+        """Replays that every threshold of evaluate.thresholds and of `thresholds` can be read from."""
+        return replay_all(self.target, drafter, responses, gate, [*self.config.evaluate.thresholds, *thresholds], self.beyond, stages=stages,
                           max_new_tokens=self.config.generate.greedy_max_new_tokens)
 
     # The best single stage
@@ -225,6 +229,28 @@ class Evaluation:
     def predicted_single(self, label: str, k: int, responses: list[Response]) -> dict:
         drafter = load_for(self.target, self.folders[label], self.config, k)
         return simulated(self.records(drafter, responses, Never(max_stages=1), 1), Never(), self.costs(drafter))
+
+    # Thresholds
+
+    def gates(self) -> dict[str, Gate]:
+        """The gate of every drafter, by label. The run's own were validated in training; those of evaluate.extra are validated here."""
+        found = {label: gate_for(self.config, label, folder) for label, folder in self.folders.items()}
+        return found | {label: self.config.gate.at(threshold) for label, threshold in self.extra_thresholds().items()}
+
+    def extra_thresholds(self) -> dict[str, float]:
+        """What replay on the validation responses predicts to be fastest for each drafter of evaluate.extra; empty where thresholds are given."""
+        path, responses, gate = self.folder / THRESHOLDS, validation_responses(self.config), self.config.gate
+        if not (gate.by_replay and replayable(responses)):
+            return {}
+        if not path.is_file():
+            found = {label: self.fastest_threshold(self.drafter(label), responses) for label in tqdm(self.config.evaluate.extra, desc="thresholds", unit="drafter")}
+            write_atomic(path, json.dumps(found, indent=1))
+        return json.loads(path.read_text())
+
+    def fastest_threshold(self, drafter: Drafter, responses: list[Response]) -> float:
+        gate, stages = self.config.gate, self.config.evaluate.replay_stages
+        points = sweep(self.records(drafter, responses, gate, stages), candidates(gate, self.config.evaluate.thresholds), self.costs(drafter), drafter.k, gate.max_stages)
+        return fastest(points["sweep"], gate.paper_threshold)["threshold"]
 
     # Live
 
@@ -271,11 +297,12 @@ class Evaluation:
     def replay(self, settings: list[Setting]) -> None:
         """Cost tables and threshold sweeps of the drafters on test responses, and every setting's simulated rounds."""
         swept, costs, records = {}, {}, {}
+        deployed = [setting.gate.threshold for setting in settings if setting.gate.threshold is not None]
         for setting in tqdm(settings[1:], desc="replay", unit="setting"):
             drafter = self.drafter(*setting.loaded_as)
             if setting.loaded_as not in records:
                 gate, stages = (Never(max_stages=1), 1) if setting.k else (self.config.gate, self.config.evaluate.replay_stages)
-                records[setting.loaded_as] = self.records(drafter, self.responses, gate, stages)
+                records[setting.loaded_as] = self.records(drafter, self.responses, gate, stages, deployed)
                 costs[setting.loaded_as] = self.costs(drafter)
                 if not setting.k:
                     swept[setting.drafter] = self.sweep(drafter, records[setting.loaded_as], costs[setting.loaded_as])
@@ -332,17 +359,3 @@ def compared(rule: Rule, target: Target, response: Response, plain: list[int], t
         return {"same_text": None, "parting_gap": None}
     gap = parting_gap(target, response.prompt_ids, plain, text)
     return {"same_text": gap is None, "parting_gap": gap}
-
-
-def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[int]) -> float | None:
-    """How far apart the target's logits of the two tokens are where a text parts from plain decoding's; None for equal texts.
-
-    In roundings of the dtype at that size: a few are a tie, which one more row in a product may turn over; many would be a fault.
-    """
-    where = next((at for at, (one, other) in enumerate(zip(plain, text, strict=False)) if one != other), None)
-    if where is None:
-        assert len(plain) == len(text), "one text ends within the other: decoding lost something"
-        return None
-    logits = target.read(torch.tensor([[*prompt, *plain[:where]]], device=target.device), logits=slice(-1, None)).logits[0, -1]
-    two = logits[[plain[where], text[where]]].double()
-    return float((two[0] - two[1]).abs() / (torch.finfo(logits.dtype).eps * two.abs().max()))

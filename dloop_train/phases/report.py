@@ -19,7 +19,7 @@ from dloop_train.data.chat import pieces
 from dloop_train.decoding import statistics
 from dloop_train.decoding.rules import GREEDY
 from dloop_train.decoding.statistics import Estimate
-from dloop_train.decoding.timing import BUSY, Timing, steadied
+from dloop_train.decoding.timing import BUSY, SPREAD, Timing, steadied
 from dloop_train.phases import artifacts, figures
 from dloop_train.phases.evaluate import SINGLE, TRAINED
 from dloop_train.ranks import say
@@ -202,7 +202,7 @@ def clock_of(config: Config, results: Results, setting: dict) -> dict:
     """What the clock itself says: the speedup, and how far the clock was from usual times; prompts that were decoded twice."""
     rows, plain = results.clocked[setting["label"]], results.clocked[results.plain["label"]]
     return {"speedup": asdict(statistics.speedup_estimate(rows, plain, draws=config.evaluate.bootstrap, seed=config.evaluate.seed)),
-            "over_usual": Timing.of(rows).busy(), "decoded_again": sum(row.get("again", False) for row in rows)}
+            "over_usual": Timing.of(rows).busy(), "spread": Timing.of(rows).spread(), "decoded_again": sum(row.get("again", False) for row in rows)}
 
 
 def replayed_of(config: Config, results: Results, setting: dict) -> dict:
@@ -324,13 +324,18 @@ def start_kept(report: dict) -> str:
 
 def busyness(report: dict) -> str:
     """Whether other work ran beside the decoding, and what was done about it; empty on a quiet machine."""
-    one = max(report["settings"], key=lambda one: abs(one["clock"]["over_usual"] - 1))
-    over, again = one["clock"]["over_usual"], one["clock"]["decoded_again"]
-    if abs(over - 1) <= BUSY and not again:
-        return ""
-    twice = f", and {again} of {report['run']['prompts']} prompts were decoded twice" if again else ""
-    return (f"the machine was busy: in {one['label']} the clock showed {over:.2f} times what rounds of their kinds usually take{twice}. "
-            f"Speeds are of usual times; the column clock has the clock's own")
+    clocks = {one["label"]: one["clock"] for one in report["settings"]}
+    off = max(clocks, key=lambda label: abs(clocks[label]["over_usual"] - 1))
+    unsteady = max(clocks, key=lambda label: clocks[label]["spread"])
+    again = clocks[off]["decoded_again"]
+    signs = []
+    if abs(clocks[off]["over_usual"] - 1) > BUSY or again:
+        signs.append(f"in {off} the clock showed {clocks[off]['over_usual']:.2f} times what rounds of their kinds usually take")
+    if clocks[unsteady]["spread"] > SPREAD:
+        signs.append(f"in {unsteady} a round of one kind took {clocks[unsteady]['spread']:.0%} longer in the slower quarter of the prompts than in the faster")
+    if again:
+        signs.append(f"{again} of {report['run']['prompts']} prompts were decoded twice")
+    return f"the machine was busy: {'; '.join(signs)}. Speeds are of usual times; the column clock has the clock's own" if signs else ""
 
 
 def replayed_title(report: dict) -> str:

@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--drafters", nargs="+", required=True, help="label=folder or label=starter:<name>; later ones are compared with the first")
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8])
     parser.add_argument("--sets", nargs="*", default=[], help="label=run folder: test answers of other prompts")
     parser.add_argument("--most", type=int, default=0, help="answers of each set; 0 is all")
     parser.add_argument("--costs", type=Path, help="file of the cost tables; measured and written where it is not there")

@@ -2,12 +2,13 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dloop_train.checkpoints.files import layout_modules, load_drafter, read_config, read_shape, read_tensors, save_drafter
 from dloop_train.checkpoints.parts import checked_maps
@@ -233,7 +234,7 @@ CHECKS = {function.__name__: function for function in (zlab_dflash, deepspec_dfl
 
 
 WITHOUT_FOLDER = {"speculators_dflash", "speculators_dspark"}
-"""Layouts that hold the same modules under the same names as DeepSpec's (tests/test_checkpoints.py compares the two)."""
+"""Layouts that hold the same modules under the same names as DeepSpec's (tests/test_vocabulary.py compares the two)."""
 
 
 def test_every_layout_has_a_check():
@@ -244,13 +245,32 @@ def test_every_layout_has_a_check():
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_save_back(folder, tmp_path):
     """A public checkpoint written back holds the same tensors and a config that reads the same."""
-    place, name = drafter_folder(folder), layout_name(folder)
+    require_saved_back(drafter_folder(folder), layout_name(folder), tmp_path)
+
+
+@pytest.mark.skipif(not (GOLDEN / "specforge_eagle3_llama").is_dir(), reason=f"no golden EAGLE-3 folder in {GOLDEN}; set DLOOP_GOLDEN")
+def test_save_back_of_a_whole_vocabulary_leaves_out_its_maps(tmp_path):
+    """The reduced file is the one above; here its head has a row for every token and its maps name all of them, so they carry nothing."""
+    place = tmp_path / "whole"
+    shutil.copytree(drafter_folder(GOLDEN / "specforge_eagle3_llama"), place)
+    config = json.loads((place / "config.json").read_text())
+    size = config["vocab_size"]
+    assert config["draft_vocab_size"] < size
+    (place / "config.json").write_text(json.dumps(config | {"draft_vocab_size": size}))
+    tensors = load_file(place / "model.safetensors")
+    head = torch.randn(size, tensors["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)).to(tensors["lm_head.weight"].dtype)
+    save_file(tensors | {"lm_head.weight": head, "d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}, place / "model.safetensors")
+    require_saved_back(place, "specforge_eagle3", tmp_path / "back")
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "back" / "model.safetensors").keys()
+
+
+def require_saved_back(place: Path, name: str, out: Path) -> None:
     shape, module = read_shape(place), layout_modules()[name]
     family = build(option("drafter", module.FAMILY) | ({"alignment": shape.alignment} if shape.alignment else {}), DrafterConfig)
     drafter = load_drafter(place, family, None)
-    save_drafter(drafter, tmp_path, section={}, target=None, dtype=torch.float32)
-    before, after = (read_tensors(where, getattr(module, "PREFIX", "")) for where in (place, tmp_path))
+    save_drafter(drafter, out, section={}, target=None, dtype=torch.float32)
+    before, after = (read_tensors(where, getattr(module, "PREFIX", "")) for where in (place, out))
     before = checked_maps(before)  # maps of a draft vocabulary that is the whole one say nothing, and may go
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    assert read_shape(tmp_path) == shape
+    assert read_shape(out) == shape

@@ -27,7 +27,9 @@ def main():
     rows = {}
     for category, count in COUNTS.items():
         own = [row["content"] for row in handwritten if row["category"] == category]
-        rows[category] = [row_of(category, i, text) for i, text in enumerate(collect(own, TEMPLATES[category], count, seen, rng))]
+        rows[category] = [
+            row_of(category, i, text) for i, text in enumerate(collect(own, TEMPLATES[category], count, seen, rng))
+        ]
     for category in COUNTS:
         more = collect([], MORE_TEMPLATES[category], MORE, seen, rng)
         rows[category] += [row_of(f"{category}-more", i, text, category) for i, text in enumerate(more)]
@@ -53,7 +55,7 @@ def collect(handwritten: list[str], templates: list[str], count: int, seen: set[
         for template in list(templates):
             text = fresh(template, seen, rng)
             if text is None:
-                templates.remove(template)     # its slots are used up
+                templates.remove(template)  # its slots are used up
             else:
                 prompts.append(text)
     return prompts[:count]
@@ -116,8 +118,16 @@ def split_of(name: str) -> str:
 def sampled_turns(category: str, seen: set[str]) -> list[dict]:
     """What the target itself wrote as a user (sample_turns.py)."""
     turns = [json.loads(line) for line in (FOLDER / "sampled.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{"id": turn["name"], "category": category, "split": split_of(turn["name"]), "messages": [{"role": "user", "content": turn["content"]}]}
-            for turn in turns if turn["category"] == category and normalised(turn["content"]) not in seen]
+    return [
+        {
+            "id": turn["name"],
+            "category": category,
+            "split": split_of(turn["name"]),
+            "messages": [{"role": "user", "content": turn["content"]}],
+        }
+        for turn in turns
+        if turn["category"] == category and normalised(turn["content"]) not in seen
+    ]
 
 
 def interleave(rows: dict[str, list[dict]], rng: Random) -> list[dict]:
@@ -207,8 +217,15 @@ def pick_fields(name: str, rng: Random) -> list[list[str]]:
 def record(rng: Random) -> str:
     """A line of facts, as "name: Ana Silva; age: 41; city: Porto"."""
     facts = {
-        "name": "{person}", "age": str(rng.randint(18, 80)), "city": "{city}", "job": "{job}", "email": "{email}",
-        "favourite colour": "{colour}", "pet": "{animal}", "hobby": "{hobby}", "start date": "{date}",
+        "name": "{person}",
+        "age": str(rng.randint(18, 80)),
+        "city": "{city}",
+        "job": "{job}",
+        "email": "{email}",
+        "favourite colour": "{colour}",
+        "pet": "{animal}",
+        "hobby": "{hobby}",
+        "start date": "{date}",
     }
     keys = ["name", *rng.sample([key for key in facts if key != "name"], rng.randint(2, 4))]
     return "; ".join(f"{key}: {facts[key]}" for key in keys)
@@ -281,23 +298,59 @@ ENTITIES = {
     "Sensor": "name:str unit:str value:float interval:int enabled:bool place:str",
 }
 SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
-    "digit": number(2, 12), "teen": number(11, 29), "two": number(21, 99), "three": number(101, 999), "four": number(1001, 9899),
-    "tens": number(20, 400, 20), "percent": number(5, 75, 5), "few": number(3, 6), "count": number(5, 12), "year": number(1950, 2023),
-    "birth": number(1920, 1960), "running": number(75, 190),
+    "digit": number(2, 12),
+    "teen": number(11, 29),
+    "two": number(21, 99),
+    "three": number(101, 999),
+    "four": number(1001, 9899),
+    "tens": number(20, 400, 20),
+    "percent": number(5, 75, 5),
+    "few": number(3, 6),
+    "count": number(5, 12),
+    "year": number(1950, 2023),
+    "birth": number(1920, 1960),
+    "running": number(75, 190),
     "price": lambda rng: f"${rng.randint(2, 95)}.{rng.choice(['00', '25', '50', '75', '99'])}",
-    "speed": number(30, 120, 5), "hours": number(2, 9), "minutes": number(10, 55, 5), "angle": number(20, 85),
-    "bottom": words("3|4|5|6|7|8|9|10|12"), "unknown": words("x|y|n|t|k|m"),
-    "short_numbers": numbers(4, 6, 1, 40), "long_numbers": numbers(6, 9, 1, 99), "big_numbers": numbers(5, 7, 100, 999),
-    "sequence": arithmetic_sequence, "powers": geometric_sequence,
-    "first": FIRST, "person": lambda rng: f"{rng.choice(FIRST)} {rng.choice(LAST)}", "city": CITIES, "date": date, "email": email,
-    "clock": clock, "morning": lambda rng: f"{rng.randint(7, 11)}:{rng.choice(['00', '15', '30'])} am",
-    "phone": lambda rng: f"555-01{rng.randint(10, 99)}", "month": MONTHS,
+    "speed": number(30, 120, 5),
+    "hours": number(2, 9),
+    "minutes": number(10, 55, 5),
+    "angle": number(20, 85),
+    "bottom": words("3|4|5|6|7|8|9|10|12"),
+    "unknown": words("x|y|n|t|k|m"),
+    "short_numbers": numbers(4, 6, 1, 40),
+    "long_numbers": numbers(6, 9, 1, 99),
+    "big_numbers": numbers(5, 7, 100, 999),
+    "sequence": arithmetic_sequence,
+    "powers": geometric_sequence,
+    "first": FIRST,
+    "person": lambda rng: f"{rng.choice(FIRST)} {rng.choice(LAST)}",
+    "city": CITIES,
+    "date": date,
+    "email": email,
+    "clock": clock,
+    "morning": lambda rng: f"{rng.randint(7, 11)}:{rng.choice(['00', '15', '30'])} am",
+    "phone": lambda rng: f"555-01{rng.randint(10, 99)}",
+    "month": MONTHS,
     "weekday": words("Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday"),
-    "fruit": FRUITS, "animal": ANIMALS, "colour": COLOURS, "product": PRODUCTS, "object": OBJECTS,
-    "fruits": several(FRUITS, 4, 7), "animals": several(ANIMALS, 4, 8), "colours": several(COLOURS, 3, 6), "names": several(FIRST, 4, 8),
-    "cities": several(CITIES, 4, 7), "products": several(PRODUCTS, 3, 6), "objects": several(OBJECTS, 4, 8),
-    "number_words": several(NUMBER_WORDS, 4, 7), "mixed": several(FRUITS + ANIMALS + COLOURS, 6, 9),
-    "stock": stock, "record": record, "typed_fields": typed_fields, "plain_fields": plain_fields, "table_columns": table_columns,
+    "fruit": FRUITS,
+    "animal": ANIMALS,
+    "colour": COLOURS,
+    "product": PRODUCTS,
+    "object": OBJECTS,
+    "fruits": several(FRUITS, 4, 7),
+    "animals": several(ANIMALS, 4, 8),
+    "colours": several(COLOURS, 3, 6),
+    "names": several(FIRST, 4, 8),
+    "cities": several(CITIES, 4, 7),
+    "products": several(PRODUCTS, 3, 6),
+    "objects": several(OBJECTS, 4, 8),
+    "number_words": several(NUMBER_WORDS, 4, 7),
+    "mixed": several(FRUITS + ANIMALS + COLOURS, 6, 9),
+    "stock": stock,
+    "record": record,
+    "typed_fields": typed_fields,
+    "plain_fields": plain_fields,
+    "table_columns": table_columns,
     "entity": sorted(ENTITIES),
     "job": words(
         "nurse|baker|teacher|plumber|architect|librarian|electrician|chemist|gardener|pilot|journalist|accountant|carpenter|designer|"
@@ -327,7 +380,9 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "returns the first letter of each word|counts each letter|swaps upper and lower case|removes punctuation|"
         "repeats the text three times|checks whether it contains only digits|splits it at commas|capitalises every word"
     ),
-    "argument_name": words("items|values|numbers|data|entries|scores|prices|readings|ages|lengths|weights|totals|samples|points|marks"),
+    "argument_name": words(
+        "items|values|numbers|data|entries|scores|prices|readings|ages|lengths|weights|totals|samples|points|marks"
+    ),
     "function_style": words(
         "Include a docstring.|Include a docstring and type hints.|Add a short example call.|Add two assert statements that test it.|"
         "Explain it in one sentence afterwards.|Use a for loop.|Keep it under ten lines.|Add a comment on each line."
@@ -337,24 +392,38 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "resizes an image|downloads a page|sorts the lines of a file|sends a message|searches a text for a word|"
         "makes a backup of a folder|prints a times table|merges two text files|converts temperatures|removes empty lines"
     ),
-    "flags": several(words("--input|--output|--verbose|--limit|--name|--count|--format|--seed|--dry-run|--width|--quiet|--encoding"), 3, 4),
+    "flags": several(
+        words("--input|--output|--verbose|--limit|--name|--count|--format|--seed|--dry-run|--width|--quiet|--encoding"),
+        3,
+        4,
+    ),
     "language": words("Python|JavaScript|Java|C|C++|Go|Rust|Ruby"),
     "selector": words(
         ".card|.button|#header|nav ul|.sidebar|footer|h1|table td|.alert|.gallery img|input[type=text]|.menu a|.badge|form label|.hero"
     ),
-    "css": several(words(
-        "a {colour} background|white text|rounded corners|a thin border|a soft shadow|16px padding|no margin|bold font|centred text|"
-        "a hover effect|a maximum width of 600px|flex layout|a smooth transition|uppercase text|a line height of 1.5"
-    ), 3, 4),
+    "css": several(
+        words(
+            "a {colour} background|white text|rounded corners|a thin border|a soft shadow|16px padding|no margin|bold font|centred text|"
+            "a hover effect|a maximum width of 600px|flex layout|a smooth transition|uppercase text|a line height of 1.5"
+        ),
+        3,
+        4,
+    ),
     "form": words(
         "contact|sign-up|login|feedback|newsletter|booking|checkout|survey|search|job application|password reset|delivery address"
     ),
-    "inputs": several(words("name|email|phone|message|password|age|date|city|country|company|subject|a checkbox for terms"), 3, 5),
+    "inputs": several(
+        words("name|email|phone|message|password|age|date|city|country|company|subject|a checkbox for terms"), 3, 5
+    ),
     "program": words(
         "weather app|music player|to-do list|chat server|online shop|photo gallery|game|web server|backup tool|blog|calendar|"
         "fitness tracker|news reader|library system|parking meter|smart thermostat"
     ),
-    "settings": several(words("host|port|debug|theme|language|timeout|max_users|log_level|volume|cache_size|units|refresh_minutes"), 4, 6),
+    "settings": several(
+        words("host|port|debug|theme|language|timeout|max_users|log_level|volume|cache_size|units|refresh_minutes"),
+        4,
+        6,
+    ),
     "enumeration": words(
         "the days of the week|the months of the year|the four seasons|traffic light colours|compass directions|playing card suits|"
         "order states|user roles|log levels|file types|planets of the solar system|chess pieces|T-shirt sizes|payment methods|"
@@ -375,7 +444,9 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "inflation|recycling|how planes fly|sound waves|bees and pollination|glaciers|the seasons|food chains|how computers store data|"
         "compound interest|deserts|coral reefs|the printing press|bridges|clouds|muscles|the alphabet|maps|time zones|soil|insects"
     ),
-    "audience": words("a child|a curious teenager|a busy adult|a complete beginner|a classroom|a friend|a tourist|your grandmother"),
+    "audience": words(
+        "a child|a curious teenager|a busy adult|a complete beginner|a classroom|a friend|a tourist|your grandmother"
+    ),
     "pair": words(
         "cats and dogs|tea and coffee|books and films|trains and planes|cities and villages|summer and winter|rice and pasta|"
         "running and swimming|email and phone calls|paper maps and phone maps|lakes and oceans|frogs and toads|butter and olive oil|"
@@ -388,7 +459,9 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "feel less nervous on stage|be more patient|cook at home|manage time better|write every day|start a garden|remember names|"
         "learn to draw|walk more|plan a trip|settle in a new city"
     ),
-    "feeling": words("happy|tired|nervous|bored|excited|lonely|proud|curious|stressed|grateful|confused|hopeful|restless|cheerful"),
+    "feeling": words(
+        "happy|tired|nervous|bored|excited|lonely|proud|curious|stressed|grateful|confused|hopeful|restless|cheerful"
+    ),
     "cause": words(
         "I have a job interview tomorrow|my best friend moved away|I finished a long project|it has rained all week|I started a new job|"
         "I lost my keys|my garden is blooming|I passed my exam|my train was late|I got a new puppy|I baked my first bread|"
@@ -398,8 +471,12 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "a quiet village|a lighthouse|a space station|a deep forest|an old library|a busy market|a mountain hut|a harbour town|"
         "a night train|a bakery|a desert town|a castle|a school garden|a submarine|a museum|a rainy city"
     ),
-    "trait": words("brave|shy|clever|kind|forgetful|curious|stubborn|gentle|funny|patient|proud|careful|lazy|cheerful|lonely|honest"),
-    "value": words("kindness|patience|courage|sharing|honesty|friendship|teamwork|hope|curiosity|forgiveness|hard work|gratitude"),
+    "trait": words(
+        "brave|shy|clever|kind|forgetful|curious|stubborn|gentle|funny|patient|proud|careful|lazy|cheerful|lonely|honest"
+    ),
+    "value": words(
+        "kindness|patience|courage|sharing|honesty|friendship|teamwork|hope|curiosity|forgiveness|hard work|gratitude"
+    ),
     "thing": words(
         "bicycle|houseplant|laptop|pair of running shoes|used car|camera|mattress|backpack|coffee machine|winter coat|guitar|tent|desk|"
         "kitchen knife|bookshelf|phone|telescope|sewing machine|umbrella|watch"
@@ -434,7 +511,9 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "studying abroad|shopping online|waking up early|wearing a school uniform|reading e-books|eating out|having a large family|"
         "travelling alone|using public transport|a four-day work week|keeping a diary|renting a flat|starting a business|solar panels"
     ),
-    "venue": words("the town hall|the main library|Room 12|the community centre|the old theatre|the north campus|the city museum"),
+    "venue": words(
+        "the town hall|the main library|Room 12|the community centre|the old theatre|the north campus|the city museum"
+    ),
     "event": words(
         "a book fair|a pottery workshop|a jazz concert|a coding class|a charity dinner|a plant market|a chess tournament|a film night|"
         "a cooking course|a photo exhibition|a town meeting|a job fair"
@@ -469,7 +548,9 @@ SLOTS: dict[str, list[str] | Callable[[Random], str]] = {
         "a CSV with a header line|a YAML block|an HTML list"
     ),
     "order": words("alphabetically|in reverse alphabetical order|from shortest to longest word"),
-    "list_form": words("a numbered list|a bullet list|a JSON array|an HTML unordered list|a markdown checklist|a Python list"),
+    "list_form": words(
+        "a numbered list|a bullet list|a JSON array|an HTML unordered list|a markdown checklist|a Python list"
+    ),
     "foreign": words("Spanish|French|German|Italian|Portuguese"),
     "review": words(
         "The {product} arrived in {city} after {count} days and one was broken.|"
@@ -697,8 +778,8 @@ TEMPLATES = {
         "Turn these records into a markdown table.\n\n{record}\n{record2}",
         "Turn these records into a JSON array.\n\n{record}\n{record2}",
         "Write one sentence that contains every fact of this record: {record}",
-        "Convert this JSON to a markdown table with the columns Key and Value: {\"name\": \"{person}\", \"city\": \"{city}\", "
-        "\"job\": \"{job}\", \"age\": {two}, \"hobby\": \"{hobby}\"}",
+        'Convert this JSON to a markdown table with the columns Key and Value: {"name": "{person}", "city": "{city}", '
+        '"job": "{job}", "age": {two}, "hobby": "{hobby}"}',
         "Convert this CSV to JSON.\n\nname,city,age\n{first},{city},{two}\n{first2},{city2},{two2}\n{first3},{city3},{two3}",
         "Convert this CSV to a markdown table.\n\nitem,colour,price\n{product},{colour},{price}\n{product2},{colour2},{price2}\n"
         "{product3},{colour3},{price3}",

@@ -1,8 +1,8 @@
 """Turn a trained run into a starter: its export without the target's own rows, and where it came from.
 
-    python -m dloop_train +experiment=starter drafter.tokens_per_stage=4 phases=[generate,cache,train]
-    python -m dloop_train +experiment=starter drafter.tokens_per_stage=2 phases=[export]
-    python data/make_starter.py artifacts/runs/starter-eagle3 data/starters/eagle3_smollm2_135m
+python -m dloop_train +experiment=starter drafter.tokens_per_stage=4 phases=[generate,cache,train]
+python -m dloop_train +experiment=starter drafter.tokens_per_stage=2 phases=[export]
+python data/make_starter.py artifacts/runs/starter-eagle3 data/starters/eagle3_smollm2_135m
 """
 
 import json
@@ -21,19 +21,32 @@ LIMIT = 40 * 10**6
 def main(run: Path, out: Path) -> None:
     config = read_config(run / "drafter")
     copies = set(layout_of(config, run).COPIES.values())
-    tensors = {name: tensor for name, tensor in load_file(run / "drafter" / "model.safetensors").items() if name not in copies}
+    tensors = {
+        name: tensor for name, tensor in load_file(run / "drafter" / "model.safetensors").items() if name not in copies
+    }
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     size = (out / "model.safetensors").stat().st_size
     if size > LIMIT:
         sys.exit(f"{out / 'model.safetensors'} has {size} bytes, at most {LIMIT} are wanted")
-    composed, trained = OmegaConf.to_container(OmegaConf.load(run / "config.yaml")), json.loads((run / "training.json").read_text())
+    composed, trained = (
+        OmegaConf.to_container(OmegaConf.load(run / "config.yaml")),
+        json.loads((run / "training.json").read_text()),
+    )
     curve = [{key: row[key] for key in ("step", "loss", "accuracy_first")} for row in read_jsonl(run / "metrics.jsonl")]
-    provenance = {"commands": commands(run, settings_of_training(run), config["dloop"]["tokens_per_stage"]), "bytes": size, "before": before(trained["drafter"]["init"], out),
-                  "settings": {**{key: trained[key] for key in ("drafter", "train")}, **{key: composed[key] for key in ("generate", "prompts")}},
-                  "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
-                  "validation": read_jsonl(run / "validation.jsonl"), "curve": curve}
+    provenance = {
+        "commands": commands(run, settings_of_training(run), config["dloop"]["tokens_per_stage"]),
+        "bytes": size,
+        "before": before(trained["drafter"]["init"], out),
+        "settings": {
+            **{key: trained[key] for key in ("drafter", "train")},
+            **{key: composed[key] for key in ("generate", "prompts")},
+        },
+        "data_keys": {key: config["dloop"]["provenance"][key] for key in ("responses", "features")},
+        "validation": read_jsonl(run / "validation.jsonl"),
+        "curve": curve,
+    }
     (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
 
 
@@ -43,7 +56,9 @@ THIS_MACHINES = ("launch.", "responder.path=", "phases=", "name=", "root=", "wan
 
 def settings_of_training(run: Path) -> dict:
     """The settings that the training and its validations had, by their dotted names."""
-    trained, free, validated = (json.loads((run / name).read_text()) for name in ("training.json", "training_free.json", "validated_by.json"))
+    trained, free, validated = (
+        json.loads((run / name).read_text()) for name in ("training.json", "training_free.json", "validated_by.json")
+    )
     sections = {"drafter": trained["drafter"], "train": trained["train"], "gate": validated["gate"]}
     dotted = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     return dotted | free | {"train.validate_prompts": validated["train.validate_prompts"]}
@@ -55,10 +70,19 @@ def commands(run: Path, trained: dict, tokens_per_stage: int) -> list[str]:
     The overrides on disk are those of the last command, the export. Where the training had another value, its command has that one.
     """
     key = "drafter.width" if "drafter.width" in trained else "drafter.tokens_per_stage"
-    words = [word.lstrip("+") if word.startswith("++") else word for word in OmegaConf.to_container(OmegaConf.load(run / "hydra" / "overrides.yaml"))]
+    words = [
+        word.lstrip("+") if word.startswith("++") else word
+        for word in OmegaConf.to_container(OmegaConf.load(run / "hydra" / "overrides.yaml"))
+    ]
     kept = [word for word in words if not word.startswith((*THIS_MACHINES, f"{key}="))]
-    named = [([as_trained(word, trained) for word in kept], trained[key], "generate,cache,train"), (kept, tokens_per_stage, "export")]
-    return [f"python -m dloop_train {' '.join(settings)} name={run.name} {key}={tokens} phases=[{phases}]" for settings, tokens, phases in named]
+    named = [
+        ([as_trained(word, trained) for word in kept], trained[key], "generate,cache,train"),
+        (kept, tokens_per_stage, "export"),
+    ]
+    return [
+        f"python -m dloop_train {' '.join(settings)} name={run.name} {key}={tokens} phases=[{phases}]"
+        for settings, tokens, phases in named
+    ]
 
 
 def as_trained(override: str, trained: dict) -> str:

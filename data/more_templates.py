@@ -31,8 +31,8 @@ MORE_TEMPLATES = {
         "What comes after {two} when you count in steps of {few}? Write {count} numbers.",
     ],
     "code": [
-        "def {argument_name}_total({argument_name}):\n    \"\"\"Return {operation} of the list.\"\"\"\n\nComplete this function.",
-        "Complete this Python function.\n\ndef process(text: str) -> str:\n    \"\"\"A function that {text_task}.\"\"\"",
+        'def {argument_name}_total({argument_name}):\n    """Return {operation} of the list."""\n\nComplete this function.',
+        'Complete this Python function.\n\ndef process(text: str) -> str:\n    """A function that {text_task}."""',
         "Write a function in {language} that checks whether a number is divisible by both {few} and {digit}.",
         "I get an error because of {exception} in my {language} program. How do I fix it?",
         "Explain the difference between a list and a tuple in Python with an example about {animals}.",
@@ -85,7 +85,7 @@ MORE_TEMPLATES = {
     ],
     "instruction": [
         "Write an essay of about 150 words about {topic}.",
-        "Write a blog post titled \"{few} ways to {goal}\".",
+        'Write a blog post titled "{few} ways to {goal}".',
         "Write a review of a {thing} for an online shop.",
         "Write a persuasive paragraph in favour of {choice}.",
         "Write a paragraph against {choice}.",

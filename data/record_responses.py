@@ -18,12 +18,24 @@ def main(folder: Path, out: Path) -> None:
     rows = {row["id"]: row for row in lines(out)} if out.is_file() else {}
     for file in [*folder.glob("train.jsonl"), *folder.glob("unmerged/batches/*.jsonl")]:
         for row in read_jsonl(file):
-            rows.setdefault(row["id"], {"id": row["id"], "prompt_sha256": prompt_digest(row["prompt_ids"]), "response_ids": row["response_ids"]})
+            rows.setdefault(
+                row["id"],
+                {
+                    "id": row["id"],
+                    "prompt_sha256": prompt_digest(row["prompt_ids"]),
+                    "response_ids": row["response_ids"],
+                },
+            )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file:  # the same rows give the same bytes
+    with (
+        open(out, "wb") as raw,
+        gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file,
+    ):  # the same rows give the same bytes
         for _, row in sorted(rows.items()):
             file.write((json.dumps(row, separators=(",", ":")) + "\n").encode())
-    print(f"{len(rows)} answers, {sum(len(row['response_ids']) for row in rows.values())} tokens, {out.stat().st_size / 1e6:.1f} MB")
+    print(
+        f"{len(rows)} answers, {sum(len(row['response_ids']) for row in rows.values())} tokens, {out.stat().st_size / 1e6:.1f} MB"
+    )
 
 
 def lines(path: Path) -> list[dict]:

@@ -1,6 +1,6 @@
 """Sample user turns from the target: what SmolLM2 itself writes after the header of a user's turn and an opener, kept where it reads like a request.
 
-    python data/sample_turns.py [turns]      # appends to prompts/sampled.jsonl, which make_prompts.py mixes in; a second start goes on
+python data/sample_turns.py [turns]      # appends to prompts/sampled.jsonl, which make_prompts.py mixes in; a second start goes on
 """
 
 import json
@@ -23,29 +23,156 @@ PLACEHOLDER = re.compile(r"\[[^\]]*\]|<[^>]*>|\{[^}]*\}|\.\.\.$|_{3,}")
 
 OPENERS = {
     "chat": [
-        "", "I", "Can you", "What", "Why", "How", "Tell me", "Hi", "My", "Do you think", "What's the difference between", "I'm", "Is it", "Who", "When", "Where",
-        "What are some", "Explain", "How does", "Could you explain", "I've been", "What is the", "Should I", "Please help me", "I want to", "What happens",
+        "",
+        "I",
+        "Can you",
+        "What",
+        "Why",
+        "How",
+        "Tell me",
+        "Hi",
+        "My",
+        "Do you think",
+        "What's the difference between",
+        "I'm",
+        "Is it",
+        "Who",
+        "When",
+        "Where",
+        "What are some",
+        "Explain",
+        "How does",
+        "Could you explain",
+        "I've been",
+        "What is the",
+        "Should I",
+        "Please help me",
+        "I want to",
+        "What happens",
     ],
     "code": [
-        "Write a Python function", "Write a function", "Create a Python", "Implement", "Write a program", "How do I use", "Write a SQL query", "Create a class", "Write a JavaScript",
-        "Fix the following", "Write a C++ program", "Given a list", "Given a string", "def", "Write a Java", "Build a simple", "Design a", "Write code", "Explain how the following code",
-        "Write a regular expression", "Create an HTML", "How can I sort", "Write a Python script that", "Complete the following function", "Write unit tests",
-        "Return the", "Write a recursive", "Convert the following Python",
+        "Write a Python function",
+        "Write a function",
+        "Create a Python",
+        "Implement",
+        "Write a program",
+        "How do I use",
+        "Write a SQL query",
+        "Create a class",
+        "Write a JavaScript",
+        "Fix the following",
+        "Write a C++ program",
+        "Given a list",
+        "Given a string",
+        "def",
+        "Write a Java",
+        "Build a simple",
+        "Design a",
+        "Write code",
+        "Explain how the following code",
+        "Write a regular expression",
+        "Create an HTML",
+        "How can I sort",
+        "Write a Python script that",
+        "Complete the following function",
+        "Write unit tests",
+        "Return the",
+        "Write a recursive",
+        "Convert the following Python",
     ],
     "math": [
-        "A", "If", "Solve", "Calculate", "What is the value of", "Find the", "There are", "John has", "Simplify", "How many", "A rectangle", "The sum of", "Let",
-        "A train", "Compute", "Sarah bought", "A store", "Evaluate", "The average", "In a class of", "What is the probability", "Mary", "A company", "Tom", "Each",
-        "Determine", "A farmer", "Prove that", "The price of", "What percentage",
+        "A",
+        "If",
+        "Solve",
+        "Calculate",
+        "What is the value of",
+        "Find the",
+        "There are",
+        "John has",
+        "Simplify",
+        "How many",
+        "A rectangle",
+        "The sum of",
+        "Let",
+        "A train",
+        "Compute",
+        "Sarah bought",
+        "A store",
+        "Evaluate",
+        "The average",
+        "In a class of",
+        "What is the probability",
+        "Mary",
+        "A company",
+        "Tom",
+        "Each",
+        "Determine",
+        "A farmer",
+        "Prove that",
+        "The price of",
+        "What percentage",
     ],
     "instruction": [
-        "Write a", "Create a", "List", "Give me", "Generate", "Rewrite", "Make a", "Describe", "Compose", "Design a", "Suggest", "Compare", "Write an essay",
-        "Write a short story", "Provide", "Draft an email", "Come up with", "Write a poem", "Outline", "Name", "Imagine", "Plan a", "Develop a", "Act as", "Pretend",
-        "Write a letter", "Write a product description", "Write a blog post", "Propose", "Brainstorm",
+        "Write a",
+        "Create a",
+        "List",
+        "Give me",
+        "Generate",
+        "Rewrite",
+        "Make a",
+        "Describe",
+        "Compose",
+        "Design a",
+        "Suggest",
+        "Compare",
+        "Write an essay",
+        "Write a short story",
+        "Provide",
+        "Draft an email",
+        "Come up with",
+        "Write a poem",
+        "Outline",
+        "Name",
+        "Imagine",
+        "Plan a",
+        "Develop a",
+        "Act as",
+        "Pretend",
+        "Write a letter",
+        "Write a product description",
+        "Write a blog post",
+        "Propose",
+        "Brainstorm",
     ],
     "extraction": [
-        "Extract", "Summarize the following", "Classify", "Translate", "Convert", "Identify", "Sort", "Read the following passage", "Find all", "Correct the grammar",
-        "Given the following text", "Rank", "Which of the following", "Paraphrase", "Edit the following", "Categorize", "Fill in", "Arrange", "Rewrite the sentence",
-        "Summarise", "Determine whether", "Answer the question based on", "Name the", "Turn the following", "Replace", "Choose the", "Reorder", "Count the",
+        "Extract",
+        "Summarize the following",
+        "Classify",
+        "Translate",
+        "Convert",
+        "Identify",
+        "Sort",
+        "Read the following passage",
+        "Find all",
+        "Correct the grammar",
+        "Given the following text",
+        "Rank",
+        "Which of the following",
+        "Paraphrase",
+        "Edit the following",
+        "Categorize",
+        "Fill in",
+        "Arrange",
+        "Rewrite the sentence",
+        "Summarise",
+        "Determine whether",
+        "Answer the question based on",
+        "Name the",
+        "Turn the following",
+        "Replace",
+        "Choose the",
+        "Reorder",
+        "Count the",
     ],
 }
 
@@ -57,9 +184,20 @@ def main(wanted: int) -> None:
     target = prepack(load_target(build(option("target", "smollm2_135m"), TargetConfig, "target")))
     header = header_ids(target.tokenizer)
     for first in range(start, wanted, BATCH):
-        asked = [(f"{category}-turn-{number:05d}", category, opener) for number in range(first, first + BATCH) for category, opener in [opener_of(number)]]
+        asked = [
+            (f"{category}-turn-{number:05d}", category, opener)
+            for number in range(first, first + BATCH)
+            for category, opener in [opener_of(number)]
+        ]
         opened = [target.tokenizer(opener, add_special_tokens=False)["input_ids"] for _, _, opener in asked]
-        answers = respond(target, [header + ids for ids in opened], [name for name, _, _ in asked], SAMPLING, max_new_tokens=LONGEST, seed=SEED)
+        answers = respond(
+            target,
+            [header + ids for ids in opened],
+            [name for name, _, _ in asked],
+            SAMPLING,
+            max_new_tokens=LONGEST,
+            seed=SEED,
+        )
         with open(OUT, "a", encoding="utf-8", newline="\n") as file:
             for (name, category, _), begun, ids in zip(asked, opened, answers, strict=True):
                 text = target.tokenizer.decode(begun + ids, skip_special_tokens=True).strip()
@@ -93,7 +231,13 @@ def header_ids(tokenizer) -> list[int]:
 def reads_like_a_request(text: str) -> bool:
     """Five words or more of plain English without placeholders, whole to its last character."""
     plain = text.replace("\n", " ")
-    return bool(len(text.split()) >= 5 and plain.isascii() and plain.isprintable() and text[-1] in ".?!:`\")" and not PLACEHOLDER.search(text))
+    return bool(
+        len(text.split()) >= 5
+        and plain.isascii()
+        and plain.isprintable()
+        and text[-1] in '.?!:`")'
+        and not PLACEHOLDER.search(text)
+    )
 
 
 def normalised(text: str) -> str:

@@ -7,5 +7,6 @@ def __getattr__(name: str):
     # Loaded on use: `import dloop_train` should not import torch.
     if name in ("load", "LoopedModel"):
         from dloop_train import serving
+
         return getattr(serving, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,11 @@ def main() -> None:
 
 def as_set_or_add(argument: str) -> str:
     """`train.lr=1` sets the field whether or not a YAML names it; the dataclasses refuse unknown fields with a better message."""
-    return f"++{argument}" if re.match(r"[a-z_]+\.[A-Za-z0-9_.]+=", argument) and not argument.startswith("hydra.") else argument
+    return (
+        f"++{argument}"
+        if re.match(r"[a-z_]+\.[A-Za-z0-9_.]+=", argument) and not argument.startswith("hydra.")
+        else argument
+    )
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
@@ -38,6 +42,7 @@ def compose_and_run(tree: DictConfig) -> None:
         config = from_hydra(tree)
         if config.dry_run:
             from dloop_train.phases import plan
+
             plan.run(config)
             return
         write_atomic(run_config(config), OmegaConf.to_yaml(tree, resolve=True))
@@ -65,16 +70,28 @@ def run_phases(config: Config) -> None:
 
 def require_choices(arguments: list[str]) -> None:
     """Stop with the options when a group that must be appended was not."""
-    if {"--help", "-h", "--hydra-help", "--version"} & set(arguments) or any(re.match(r"\+?experiment=", argument) for argument in arguments):
+    if {"--help", "-h", "--hydra-help", "--version"} & set(arguments) or any(
+        re.match(r"\+?experiment=", argument) for argument in arguments
+    ):
         return
     if any(argument in ("-cn", "--config-name") for argument in arguments):
         return
-    missing = [f"choose a {group}: +{group}=<{'|'.join(options(group))}>" for group in REQUIRED
-               if not any(re.match(rf"'?\+?{group}=", argument) for argument in arguments)]
+    missing = [
+        f"choose a {group}: +{group}=<{'|'.join(options(group))}>"
+        for group in REQUIRED
+        if not any(re.match(rf"'?\+?{group}=", argument) for argument in arguments)
+    ]
     if missing:
-        sys.exit("\n".join([*missing, f"or a whole experiment: +experiment=<{'|'.join(options('experiment'))}>",
-                            "for example: python -m dloop_train +drafter=dflash +target=smollm2_135m",
-                            "add dry_run=true to see what a run would do, --help for all settings"]))
+        sys.exit(
+            "\n".join(
+                [
+                    *missing,
+                    f"or a whole experiment: +experiment=<{'|'.join(options('experiment'))}>",
+                    "for example: python -m dloop_train +drafter=dflash +target=smollm2_135m",
+                    "add dry_run=true to see what a run would do, --help for all settings",
+                ]
+            )
+        )
 
 
 def options(group: str) -> list[str]:

@@ -19,11 +19,16 @@ from dloop_train.runs import write_atomic
 def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the controller's business; the ranks inherit it
-    for part in ("multiprocessing.api", "agent.server.api"):  # torchrun's errors: ranks that ended, whatever the reason, and a first node that left before the others
+    for part in (
+        "multiprocessing.api",
+        "agent.server.api",
+    ):  # torchrun's errors: ranks that ended, whatever the reason, and a first node that left before the others
         logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
     wanted, *arguments = sys.argv[1:]
     ranks = ranks_of_node(int(wanted))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))  # torchrun would say 1, and an offloaded optimiser would crawl
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, cores() // ranks))
+    )  # torchrun would say 1, and an offloaded optimiser would crawl
     os.environ.setdefault("PET_NODE_RANK", os.environ.get("SLURM_NODEID", "0"))
     try:
         torchrun.run(torchrun.parse_args([f"--nproc-per-node={ranks}", *arguments]))
@@ -43,7 +48,10 @@ def tell_killed(phase: str, failures: list[ProcessFailure]) -> None:
     SIGKILL comes from outside, and what the others then said of their connections is not the cause. Other signals may be an effect
     (NCCL aborts where a rank has left), so a cause that stands there already stays.
     """
-    ended = sorted((failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM), key=lambda failure: failure.exitcode != -signal.SIGKILL)
+    ended = sorted(
+        (failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM),
+        key=lambda failure: failure.exitcode != -signal.SIGKILL,
+    )
     if not ended:
         return
     text = f"{phase}: a rank on {socket.gethostname()} was ended by {ended[0].signal_name()}; the same command goes on from what is on disk"

@@ -52,10 +52,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dloop_train.chat", description="Chat through the gated drafting loop. /new begins a new conversation, /quit ends.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dloop_train.chat",
+        description="Chat through the gated drafting loop. /new begins a new conversation, /quit ends.",
+    )
     parser.add_argument("export", help="an exported drafter's folder, or starter:<name>")
     parser.add_argument("target", help="a target by its name in conf/target/, such as smollm2_135m")
-    parser.add_argument("--compare", action="store_true", help="decode each answer once more without the drafter, and say how long that takes")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="decode each answer once more without the drafter, and say how long that takes",
+    )
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument("--temperature", type=not_negative, default=0.0)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling above temperature 0")
@@ -90,7 +97,9 @@ def questions(lines: TextIO, out: TextIO) -> Iterator[str]:
             yield line.strip()
 
 
-def converse(model: LoopedModel, asked: Iterable[str], options: argparse.Namespace, out: TextIO, *, coloured: bool) -> None:
+def converse(
+    model: LoopedModel, asked: Iterable[str], options: argparse.Namespace, out: TextIO, *, coloured: bool
+) -> None:
     """Answer every question, each after those before it."""
     messages: list[dict[str, str]] = []
     settings = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": options.seed}
@@ -104,9 +113,14 @@ def converse(model: LoopedModel, asked: Iterable[str], options: argparse.Namespa
         print(f"\n[{answer.summary()}]", file=out)
         if options.compare:
             plain = gathered(model.emissions(ids, plain=True, **settings))
-            print(f"[plain decoding: {plain.seconds:.2f} s, {plain.seconds / answer.seconds:.2f} times as long{differing(model, ids, plain, answer, options)}]", file=out)
+            print(
+                f"[plain decoding: {plain.seconds:.2f} s, {plain.seconds / answer.seconds:.2f} times as long{differing(model, ids, plain, answer, options)}]",
+                file=out,
+            )
         print(file=out, flush=True)
-        messages.append({"role": "assistant", "content": model.target.tokenizer.decode(answer.tokens, skip_special_tokens=True)})
+        messages.append(
+            {"role": "assistant", "content": model.target.tokenizer.decode(answer.tokens, skip_special_tokens=True)}
+        )
 
 
 def shown(emissions: Iterator[Emission], tokenizer, out: TextIO, *, coloured: bool) -> Answer:
@@ -131,7 +145,11 @@ def gathered(emissions: Iterator[Emission]) -> Answer:
 
 
 def answer_of(emissions: list[Emission], seconds: float) -> Answer:
-    return Answer([token for one in emissions for token in one.tokens], [one.round for one in emissions if one.round is not None], seconds)
+    return Answer(
+        [token for one in emissions for token in one.tokens],
+        [one.round for one in emissions if one.round is not None],
+        seconds,
+    )
 
 
 def differing(model: LoopedModel, prompt: list[int], plain: Answer, answer: Answer, options: argparse.Namespace) -> str:
@@ -147,7 +165,10 @@ def painted(text: str, stage: int) -> str:
 
 
 def legend() -> str:
-    names = [painted(f"stage {number}{'+' if number == len(COLOURS) else ''}", number) for number in range(1, len(COLOURS) + 1)]
+    names = [
+        painted(f"stage {number}{'+' if number == len(COLOURS) else ''}", number)
+        for number in range(1, len(COLOURS) + 1)
+    ]
     return f"drafted in {' '.join(names)}; plain: the target's own. /new begins a new conversation, /quit ends."
 
 

@@ -23,8 +23,14 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-RANGES = {"positive": lambda value: value > 0, "zero or more": lambda value: value >= 0, "in [0, 1]": lambda value: 0 <= value <= 1,
-          "in (0, 1]": lambda value: 0 < value <= 1, "in [0, 1)": lambda value: 0 <= value < 1, "in (0, 1)": lambda value: 0 < value < 1}
+RANGES = {
+    "positive": lambda value: value > 0,
+    "zero or more": lambda value: value >= 0,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
+    "in (0, 1]": lambda value: 0 < value <= 1,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "in (0, 1)": lambda value: 0 < value < 1,
+}
 
 
 def require(settings: Any, section: str, wanted: str, *names: str) -> None:
@@ -83,8 +89,14 @@ class TargetConfig:
         check(self.source in sources, f"target.source must be one of {sources}, got {self.source!r}")
         check(bool(self.stop_ids), "target.stop_ids is empty: a response could never end")
         check(min(self.stop_ids) >= 0, f"target.stop_ids are ids of tokens, got {self.stop_ids}")
-        check(self.mask_token_id >= -1, f"target.mask_token_id is the id of a token, or -1 where there is none, got {self.mask_token_id}")
-        check(all(layer >= 0 for layers in self.taps.values() for layer in layers), f"target.taps are layers counted from 0, got {self.taps}")
+        check(
+            self.mask_token_id >= -1,
+            f"target.mask_token_id is the id of a token, or -1 where there is none, got {self.mask_token_id}",
+        )
+        check(
+            all(layer >= 0 for layers in self.taps.values() for layer in layers),
+            f"target.taps are layers counted from 0, got {self.taps}",
+        )
 
 
 @dataclass
@@ -106,7 +118,16 @@ class GenerateConfig:
     that decoding's where two tokens are so nearly as likely that bf16 sums of another shape decide."""
 
     def __post_init__(self):
-        require(self, "generate", "positive", "max_new_tokens", "max_prompt_tokens", "batch_size", "greedy_max_new_tokens", "greedy_batch")
+        require(
+            self,
+            "generate",
+            "positive",
+            "max_new_tokens",
+            "max_prompt_tokens",
+            "batch_size",
+            "greedy_max_new_tokens",
+            "greedy_batch",
+        )
         require(self, "generate", "zero or more", "seed", "greedy_prompts", "greedy_validation")
 
 
@@ -189,11 +210,45 @@ class TrainConfig:
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
 
     def __post_init__(self):
-        check(self.stages in ("first_last", "all", "last"), f"train.stages must be first_last, all or last, got {self.stages!r}")
-        check(self.precision in ("bfloat16", "float32"), f"train.precision must be bfloat16 or float32, got {self.precision!r}")
-        require(self, "train", "positive", "epochs", "base_lr", "batch_size", "micro_batch_size", "origins", "lr", "max_length", "loss_rows", "save_every", "keep", "log_every")
-        require(self, "train", "zero or more", "depth_exposure", "steps", "base_epochs", "weight_decay", "clip", "seed", "validate_every", "validate_prompts", "patience",
-                "max_skipped")
+        check(
+            self.stages in ("first_last", "all", "last"),
+            f"train.stages must be first_last, all or last, got {self.stages!r}",
+        )
+        check(
+            self.precision in ("bfloat16", "float32"),
+            f"train.precision must be bfloat16 or float32, got {self.precision!r}",
+        )
+        require(
+            self,
+            "train",
+            "positive",
+            "epochs",
+            "base_lr",
+            "batch_size",
+            "micro_batch_size",
+            "origins",
+            "lr",
+            "max_length",
+            "loss_rows",
+            "save_every",
+            "keep",
+            "log_every",
+        )
+        require(
+            self,
+            "train",
+            "zero or more",
+            "depth_exposure",
+            "steps",
+            "base_epochs",
+            "weight_decay",
+            "clip",
+            "seed",
+            "validate_every",
+            "validate_prompts",
+            "patience",
+            "max_skipped",
+        )
         require(self, "train", "in [0, 1]", "warmup")
         require(self, "train", "in [0, 1)", "beta2")
         require(self, "train", "in (0, 1)", "validate_share")
@@ -208,7 +263,10 @@ class ExportConfig:
     """best has most predicted tokens per second on validation responses, the released weights (step 0) included; last; or the number of a step whose checkpoint is still there."""
 
     def __post_init__(self):
-        check(self.checkpoint in ("best", "last") or self.checkpoint.isdigit(), f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}")
+        check(
+            self.checkpoint in ("best", "last") or self.checkpoint.isdigit(),
+            f"export.checkpoint must be best, last or the number of a step, got {self.checkpoint!r}",
+        )
 
 
 @dataclass
@@ -243,9 +301,18 @@ class LaunchConfig:
         launchers = ("auto", "torchrun", "srun", "hostfile")
         check(self.launcher in launchers, f"launch.launcher must be one of {launchers}, got {self.launcher!r}")
         require(self, "launch", "zero or more", "processes", "threads")
-        check(self.launcher != "hostfile" or bool(self.hostfile), "launch.launcher=hostfile needs launch.hostfile=<file with a line `name slots=n` for each host>")
-        check(not self.hostfile or self.launcher in ("auto", "hostfile"), f"launch.launcher={self.launcher} would not read launch.hostfile={self.hostfile}; give one of them")
-        check(not (self.hostfile and self.processes), f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; give one of them")
+        check(
+            self.launcher != "hostfile" or bool(self.hostfile),
+            "launch.launcher=hostfile needs launch.hostfile=<file with a line `name slots=n` for each host>",
+        )
+        check(
+            not self.hostfile or self.launcher in ("auto", "hostfile"),
+            f"launch.launcher={self.launcher} would not read launch.hostfile={self.hostfile}; give one of them",
+        )
+        check(
+            not (self.hostfile and self.processes),
+            f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; give one of them",
+        )
 
 
 @dataclass
@@ -276,7 +343,10 @@ class EvaluateConfig:
         require(self, "evaluate", "positive", "prompts", "max_new_tokens", "replay_stages", "bootstrap")
         require(self, "evaluate", "zero or more", "seed")
         check(self.rows in ("all", "short"), f"evaluate.rows must be all or short, got {self.rows!r}")
-        check(min(self.single_stages, default=2) >= 2, f"evaluate.single_stages are tokens per stage, at least 2, got {self.single_stages}")
+        check(
+            min(self.single_stages, default=2) >= 2,
+            f"evaluate.single_stages are tokens per stage, at least 2, got {self.single_stages}",
+        )
         check_thresholds("evaluate.thresholds and evaluate.live_thresholds", [*self.thresholds, *self.live_thresholds])
 
 
@@ -336,11 +406,24 @@ class Config:
     def __post_init__(self):
         unknown = [phase for phase in self.phases if phase not in PHASES]
         check(not unknown, f"phases has {unknown}; known phases are {list(PHASES)}")
-        check("/" not in self.name and self.name not in ("", ".", ".."), f"name must be a plain folder name, got {self.name!r}")
+        check(
+            "/" not in self.name and self.name not in ("", ".", ".."),
+            f"name must be a plain folder name, got {self.name!r}",
+        )
 
 
-TYPED = {"target": TargetConfig, "generate": GenerateConfig, "features": FeaturesConfig, "cache": CacheConfig, "train": TrainConfig,
-         "deepspeed": DeepSpeedConfig, "export": ExportConfig, "evaluate": EvaluateConfig, "wandb": LogConfig, "launch": LaunchConfig}
+TYPED = {
+    "target": TargetConfig,
+    "generate": GenerateConfig,
+    "features": FeaturesConfig,
+    "cache": CacheConfig,
+    "train": TrainConfig,
+    "deepspeed": DeepSpeedConfig,
+    "export": ExportConfig,
+    "evaluate": EvaluateConfig,
+    "wandb": LogConfig,
+    "launch": LaunchConfig,
+}
 PLUGINS = ("drafter", "prompts", "gate", "rule", "responder")
 
 
@@ -361,7 +444,10 @@ def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T
 def option(group: str, name: str) -> dict:
     """The values of one YAML of the tree, conf/<group>/<name>.yaml, without its defaults list."""
     path = CONF / group / f"{name}.yaml"
-    check(path.is_file(), f"there is no {group} {name!r}; choose one of {sorted(file.stem for file in path.parent.glob('*.yaml'))}")
+    check(
+        path.is_file(),
+        f"there is no {group} {name!r}; choose one of {sorted(file.stem for file in path.parent.glob('*.yaml'))}",
+    )
     values = OmegaConf.to_container(OmegaConf.load(path))
     values.pop("defaults", None)
     return values
@@ -388,9 +474,18 @@ def require_init(tree: DictConfig) -> None:
     if tree["drafter"].get("init"):
         return
     drafter, target = get_class(tree["drafter"]["_target_"]), tree["target"]["name"]
-    files = {name: CONF / "pair" / f"{drafter.family}_{name}.yaml" for name in sorted(file.stem for file in (CONF / "target").glob("*.yaml"))}
+    files = {
+        name: CONF / "pair" / f"{drafter.family}_{name}.yaml"
+        for name in sorted(file.stem for file in (CONF / "target").glob("*.yaml"))
+    }
     paired, pair = [name for name, file in files.items() if file.is_file()], f"conf/pair/{drafter.family}_{target}.yaml"
-    missing = f"{pair} is there, but drafter.init is empty" if target in paired else f"there is no {pair} to name the weights that the drafter starts from: {drafter.unpaired}"
+    missing = (
+        f"{pair} is there, but drafter.init is empty"
+        if target in paired
+        else f"there is no {pair} to name the weights that the drafter starts from: {drafter.unpaired}"
+    )
     needed = f", and {drafter.needs}" if drafter.needs else ""
-    raise ValueError(f"{missing}\n  {drafter.family} has pairs for {', '.join(paired) or 'no target'}\n"
-                     f"  for {target} set drafter.init=scratch (with train.base_epochs=3 the base recipe comes first), or to a folder or hub id{needed}")
+    raise ValueError(
+        f"{missing}\n  {drafter.family} has pairs for {', '.join(paired) or 'no target'}\n"
+        f"  for {target} set drafter.init=scratch (with train.base_epochs=3 the base recipe comes first), or to a folder or hub id{needed}"
+    )

@@ -61,8 +61,10 @@ def outside(launch: LaunchConfig) -> bool:
 def launcher_of(launch: LaunchConfig) -> str:
     """A hostfile's nodes, the nodes of a Slurm allocation, or this machine alone."""
     if launch.launcher != "auto":
-        check(launch.launcher != "srun" or "SLURM_JOB_ID" in os.environ,
-              "launch.launcher=srun works inside a Slurm allocation (sbatch or salloc), and SLURM_JOB_ID is not set; leave launch.launcher=auto elsewhere")
+        check(
+            launch.launcher != "srun" or "SLURM_JOB_ID" in os.environ,
+            "launch.launcher=srun works inside a Slurm allocation (sbatch or salloc), and SLURM_JOB_ID is not set; leave launch.launcher=auto elsewhere",
+        )
         return launch.launcher
     if launch.hostfile:
         return "hostfile"
@@ -95,15 +97,20 @@ def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
         environment["DS_ENV_FILE"] = str(write_environment(run / "environment", environment))
     if accelerators():
         torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
-    RANKS.process = subprocess.Popen(command(config, [str(run / "config.yaml"), phase], alone=alone), env=environment, preexec_fn=die_with_parent)
+    RANKS.process = subprocess.Popen(
+        command(config, [str(run / "config.yaml"), phase], alone=alone), env=environment, preexec_fn=die_with_parent
+    )
     code = wait(RANKS.process, failure)
     RANKS.process = None
     if failure.name in os.listdir(run):  # asked of the folder: NFS remembers that a file was not there
         error = failure.read_text(encoding="utf-8").rstrip("\n")
         failure.unlink()
         raise ValueError(error)
-    check(code in (0, STOPPED), f"{phase}: the ranks ended with exit code {code}; what was printed above says more. "
-          f"The same command goes on from what is on disk")
+    check(
+        code in (0, STOPPED),
+        f"{phase}: the ranks ended with exit code {code}; what was printed above says more. "
+        f"The same command goes on from what is on disk",
+    )
 
 
 @dataclass
@@ -148,13 +155,26 @@ def command(config: Config, arguments: list[str], *, alone: bool = False) -> lis
     if alone:
         return [*srun_command(1), *node, "--standalone", *worker]
     first = first_host()
-    meeting = [f"--nnodes={os.environ['SLURM_NNODES']}", f"--master-addr={first}", f"--master-port={free_port(int(os.environ['SLURM_JOB_ID']))}"]
+    meeting = [
+        f"--nnodes={os.environ['SLURM_NNODES']}",
+        f"--master-addr={first}",
+        f"--master-port={free_port(int(os.environ['SLURM_JOB_ID']))}",
+    ]
     return [*srun_command(int(os.environ["SLURM_NNODES"])), *node, *meeting, *worker]
 
 
 def srun_command(nodes: int) -> list[str]:
     """One task on each of so many nodes of the allocation, with all of the node's cores and accelerators; one that fails ends the others."""
-    found = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpu-bind=none", "--overlap", "--export=ALL"]
+    found = [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=1",
+        "--cpu-bind=none",
+        "--overlap",
+        "--export=ALL",
+    ]
     # A job that has its GPUs because it has the whole node (--exclusive) does not hand them to its steps unless they ask.
     if "SLURM_GPUS_ON_NODE" in os.environ and "SLURM_GPUS" not in os.environ:
         found.append(f"--gpus-per-node={os.environ['SLURM_GPUS_ON_NODE']}")
@@ -163,7 +183,9 @@ def srun_command(nodes: int) -> list[str]:
 
 def first_host() -> str:
     """Where the ranks meet: the allocation's first node, which srun gives SLURM_NODEID 0."""
-    listed = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
+    )
     return listed.stdout.split()[0]
 
 
@@ -181,11 +203,23 @@ def hostfile_command(path: Path, arguments: list[str]) -> list[str]:
     """DeepSpeed's launcher: over pdsh and ssh where there are several hosts, without either on this one alone."""
     hosts = list(read_hostfile(path))
     here = hosts in (["localhost"], [socket.gethostname()])
-    check(here or shutil.which("pdsh") is not None,
-          f"{path} names {', '.join(hosts)}, and DeepSpeed reaches other hosts with pdsh, which is not installed; install it, with ssh keys between the hosts")
-    return [sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={path}", f"--master_port={free_port(os.getuid())}",
-            *(["--master_addr=127.0.0.1", "--no_ssh_check"] if here else ["--force_multi"]),
-            "--log_level=warning", "--no_local_rank", "--module", "dloop_train.worker", *arguments]
+    check(
+        here or shutil.which("pdsh") is not None,
+        f"{path} names {', '.join(hosts)}, and DeepSpeed reaches other hosts with pdsh, which is not installed; install it, with ssh keys between the hosts",
+    )
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        f"--hostfile={path}",
+        f"--master_port={free_port(os.getuid())}",
+        *(["--master_addr=127.0.0.1", "--no_ssh_check"] if here else ["--force_multi"]),
+        "--log_level=warning",
+        "--no_local_rank",
+        "--module",
+        "dloop_train.worker",
+        *arguments,
+    ]
 
 
 def write_environment(path: Path, environment: dict[str, str]) -> Path:

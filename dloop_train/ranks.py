@@ -58,6 +58,7 @@ def most_over_ranks(count: int) -> int:
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return count
     from deepspeed.accelerator import get_accelerator
+
     most = torch.tensor(count, device=get_accelerator().current_device_name())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most)
@@ -80,6 +81,7 @@ def barrier() -> None:
 def peak_memory() -> int:
     """Most bytes this process has held: of the accelerator's memory where there is one, else of resident memory."""
     from deepspeed.accelerator import get_accelerator
+
     if get_accelerator().device_name() == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return get_accelerator().max_memory_allocated()
@@ -102,6 +104,7 @@ def initialise_distributed(threads: int) -> None:
     import deepspeed
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
+
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # DeepSpeed calls them
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -127,7 +130,9 @@ class OneCause:
     def __exit__(self, kind, error, trace) -> None:
         if not isinstance(error, Exception):  # none, or somebody wants this process to end
             return
-        leave_cause(f"{self.what}: {as_text(error)}" + (f"\n(rank {rank()} of {world_size()})" if world_size() > 1 else ""))
+        leave_cause(
+            f"{self.what}: {as_text(error)}" + (f"\n(rank {rank()} of {world_size()})" if world_size() > 1 else "")
+        )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

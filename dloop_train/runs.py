@@ -90,7 +90,9 @@ class Artifact:
 
     def finish(self, **facts) -> None:
         """Write the manifest and give the folder its name."""
-        write_atomic(self.partial / MANIFEST, json.dumps({"settings": self.settings, **facts}, indent=1, sort_keys=True))
+        write_atomic(
+            self.partial / MANIFEST, json.dumps({"settings": self.settings, **facts}, indent=1, sort_keys=True)
+        )
         if self.folder.exists():
             shutil.rmtree(self.folder)
         os.replace(self.partial, self.folder)
@@ -107,8 +109,14 @@ class Artifact:
 def require_same(found: dict, wanted: dict, where: Path) -> None:
     """Stop with the fields that differ."""
     found, wanted = json.loads(json.dumps(found)), json.loads(json.dumps(wanted))
-    differ = [f"{key}: found {found.get(key)!r}, wanted {wanted.get(key)!r}"
-              for key in sorted(found.keys() | wanted.keys()) if found.get(key) != wanted.get(key)]
+    differ = [
+        f"{key}: found {found.get(key)!r}, wanted {wanted.get(key)!r}"
+        for key in sorted(found.keys() | wanted.keys())
+        if found.get(key) != wanted.get(key)
+    ]
     if differ:
-        raise ValueError(f"{where} was made with other settings:\n  " + "\n  ".join(differ)
-                         + "\nchoose another name= (or root=), or delete that folder")
+        raise ValueError(
+            f"{where} was made with other settings:\n  "
+            + "\n  ".join(differ)
+            + "\nchoose another name= (or root=), or delete that folder"
+        )

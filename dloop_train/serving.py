@@ -25,24 +25,46 @@ class LoopedModel:
         """A conversation as ids, the assistant's header included."""
         return prompt_ids(self.target.tokenizer, messages, self.config)
 
-    def emissions(self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0, plain: bool = False) -> Iterator[Emission]:
+    def emissions(
+        self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0, plain: bool = False
+    ) -> Iterator[Emission]:
         """Rounds that continue `ids`, as they are decoded; `plain` leaves the drafter out. Above temperature 0 another seed gives another text."""
         drafter, gate = (None, Never()) if plain else (self.drafter, self.gate)
-        return decode(self.target, drafter, gate, ids, max_new_tokens=max_new_tokens, rule=Rejection(temperature=temperature, seed=seed))
+        return decode(
+            self.target,
+            drafter,
+            gate,
+            ids,
+            max_new_tokens=max_new_tokens,
+            rule=Rejection(temperature=temperature, seed=seed),
+        )
 
-    def tokens(self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0) -> Iterator[int]:
+    def tokens(
+        self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0
+    ) -> Iterator[int]:
         """Token ids that continue `ids`, as they become certain."""
         for emission in self.emissions(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed):
             yield from emission.tokens
 
-    def generate(self, prompt: str | list[dict[str, str]], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0) -> Iterator[str]:
+    def generate(
+        self, prompt: str | list[dict[str, str]], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0
+    ) -> Iterator[str]:
         """Stream the answer to a user's text, or to a list of messages."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        tokens = self.tokens(self.prompt_ids(messages), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        tokens = self.tokens(
+            self.prompt_ids(messages), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        )
         yield from (text for text in pieces(self.target.tokenizer, tokens) if text)
 
 
-def load(folder: str | Path, target: str | TargetConfig, *, device: str | None = None, dtype: str | None = None, threshold: float | None = None) -> LoopedModel:
+def load(
+    folder: str | Path,
+    target: str | TargetConfig,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    threshold: float | None = None,
+) -> LoopedModel:
     """An exported drafter and its target (a name of conf/target/, or a TargetConfig), ready to stream.
 
     The gate's threshold is the export's own unless one is given.
@@ -51,10 +73,27 @@ def load(folder: str | Path, target: str | TargetConfig, *, device: str | None =
     config = build(option("target", target), TargetConfig, "target") if isinstance(target, str) else target
     model = load_target(config, dtype=dtype, device=device)
     section = read_config(folder).get(SECTION)
-    check(threshold is not None or (section or {}).get("threshold") is not None, f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. Pass threshold= to loop it all the same")
+    check(
+        threshold is not None or (section or {}).get("threshold") is not None,
+        f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. Pass threshold= to loop it all the same",
+    )
     section = section or {}
-    drafter = load_drafter(folder, settings_for(folder, section), TargetHead.of(model), dtype=as_dtype(dtype or config.dtype), target=model.spec).to(model.device).eval()
-    gate = DLoop(threshold=section["threshold"] if threshold is None else threshold, max_stages=section.get("max_stages", 16), temperature=section.get("temperature", 1.0))
+    drafter = (
+        load_drafter(
+            folder,
+            settings_for(folder, section),
+            TargetHead.of(model),
+            dtype=as_dtype(dtype or config.dtype),
+            target=model.spec,
+        )
+        .to(model.device)
+        .eval()
+    )
+    gate = DLoop(
+        threshold=section["threshold"] if threshold is None else threshold,
+        max_stages=section.get("max_stages", 16),
+        temperature=section.get("temperature", 1.0),
+    )
     return LoopedModel(model, drafter, gate, config)
 
 

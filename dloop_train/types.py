@@ -1,11 +1,11 @@
 """The values that travel between the parts, and the letters of their shapes.
 
-    B  sequences of a batch          T  tokens of a sequence        L  tapped target layers
-    N  branches: in training and replay the origins of a sequence, in decoding the round being drafted
-    D  hidden size                   V  vocabulary                  H  heads, G key/value heads, E head size
-    F  width of a feature row: L * D for taps, other layouts in Reads
-    W  slots of one drafter pass     k  tokens drafted per stage    P  tokens a branch has drafted so far
-    R  rows picked out of [B, N, k]
+B  sequences of a batch          T  tokens of a sequence        L  tapped target layers
+N  branches: in training and replay the origins of a sequence, in decoding the round being drafted
+D  hidden size                   V  vocabulary                  H  heads, G key/value heads, E head size
+F  width of a feature row: L * D for taps, other layouts in Reads
+W  slots of one drafter pass     k  tokens drafted per stage    P  tokens a branch has drafted so far
+R  rows picked out of [B, N, k]
 """
 
 from dataclasses import dataclass, field
@@ -102,7 +102,9 @@ class DraftState:
     origin: Tensor  # [B, N] row of the anchor of the first stage
     first: Tensor  # [B, N] row of the branch's document at which positions begin to count
     position: Tensor  # [B, N] position of the anchor of the next stage, in its document
-    hidden: Tensor | None  # [B, N, W, D] hidden states of the last stage; for a chain before its first stage the projected features
+    hidden: (
+        Tensor | None
+    )  # [B, N, W, D] hidden states of the last stage; for a chain before its first stage the projected features
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from dloop_train.targets.target import Target
 
 torch.set_num_threads(1)
 
+
 class Wide:
     """torch, but where a module casts to fp32 it casts to fp64."""
 
@@ -46,7 +47,11 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
-        known = {StorageWeakRef(each.untyped_storage()).cdata for each in tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)}
+        known = {
+            StorageWeakRef(each.untyped_storage()).cdata
+            for each in tree_leaves((arguments, keywords))
+            if isinstance(each, torch.Tensor)
+        }
         for made in tree_leaves(result):
             if not isinstance(made, torch.Tensor):
                 continue
@@ -54,7 +59,9 @@ class Watch(TorchDispatchMode):
             if storage.cdata in known:
                 continue
             self.elements += made.numel()
-            if made.dim() == 2 and made.shape[1] in self.widths and made.shape[0] not in self.heights:  # not a table or its gradient
+            if (
+                made.dim() == 2 and made.shape[1] in self.widths and made.shape[0] not in self.heights
+            ):  # not a table or its gradient
                 self.rows = max(self.rows, made.shape[0])
                 self.living[storage.cdata] = storage, made.numel()
         self.peak = max(self.peak, self.alive())
@@ -73,8 +80,18 @@ def exact(monkeypatch):
 
 def gemma4_layers(shape):
     """The same drafter with Gemma 4's layers: sandwich norms, k = v, a head in which a quarter turns, a target with scaled embeddings and bounded logits."""
-    gemma4 = dict(architecture="gemma4", head_dim=16, num_key_value_heads=1, keys_are_values=True, rope=Rope(10000.0, "proportional", 0.25))
-    return replace(shape, layers=tuple(replace(layer, **gemma4) for layer in shape.layers), head_scales=(torch.tensor(shape.hidden_size**0.5).item(), 3.0))
+    gemma4 = dict(
+        architecture="gemma4",
+        head_dim=16,
+        num_key_value_heads=1,
+        keys_are_values=True,
+        rope=Rope(10000.0, "proportional", 0.25),
+    )
+    return replace(
+        shape,
+        layers=tuple(replace(layer, **gemma4) for layer in shape.layers),
+        head_scales=(torch.tensor(shape.hidden_size**0.5).item(), 3.0),
+    )
 
 
 def first_layer_slides(shape, causal=True):
@@ -93,14 +110,21 @@ VARIANTS = {
     "dflash-shifted": ("dflash", BLOCK | {"alignment": "shifted"}),
     "dflash-fill_in": ("dflash", BLOCK | {"alignment": "fill_in"}),
     "dflash-fill_in-next": ("dflash", BLOCK | {"alignment": "fill_in", "slot": "next"}),
-    "dflash-post_norm": ("dflash", {"alignment": "shifted", "layers": 2, "width": 3, "state": "post_norm", "draft_vocab_size": 200}),
+    "dflash-post_norm": (
+        "dflash",
+        {"alignment": "shifted", "layers": 2, "width": 3, "state": "post_norm", "draft_vocab_size": 200},
+    ),
     "dflash-sliding": ("dflash", BLOCK | {"alignment": "fill_in"}, first_layer_slides),
     "dflash-window": ("dflash", BLOCK | {"alignment": "shifted"}, all_layers_slide_both_ways),
     "dflash-gemma4": ("dflash", BLOCK | {"alignment": "shifted"}, gemma4_layers),
     "domino-shifted": ("domino", DOMINO | {"alignment": "shifted", "num_draft_tokens": 3}),
     "domino-fill_in": ("domino", DOMINO | {"alignment": "fill_in"}, first_layer_slides),
     "dspark-vanilla": ("dspark", DSPARK),
-    "dspark-gated": ("dspark", DSPARK | {"markov_head_type": "gated", "confidence_with_markov": False}, all_layers_slide_both_ways),
+    "dspark-gated": (
+        "dspark",
+        DSPARK | {"markov_head_type": "gated", "confidence_with_markov": False},
+        all_layers_slide_both_ways,
+    ),
     "dspark-rnn": ("dspark", DSPARK | {"markov_head_type": "rnn", "detach_confidence": True, "draft_vocab_size": 200}),
     "dspark-gemma4": ("dspark", DSPARK | {"confidence": False}, gemma4_layers),
     "eagle3-reduced": ("eagle3", {"tokens_per_stage": 3, "draft_vocab_size": 200}),
@@ -155,7 +179,10 @@ def teach(name: str) -> Target:
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(150):
-        start, jump = torch.randint(0, 26, (16, 1), generator=generator), torch.randint(1, 3, (16, 1), generator=generator)
+        start, jump = (
+            torch.randint(0, 26, (16, 1), generator=generator),
+            torch.randint(1, 3, (16, 1), generator=generator),
+        )
         tokens = 70 + (start + jump * torch.arange(32)) % 26
         loss = model(input_ids=tokens, labels=tokens).loss
         optimiser.zero_grad()
@@ -226,5 +253,14 @@ def text(variant, tiny_target):
 
 def processes_of(root: Path, module: str = "dloop_train.worker") -> list[int]:
     """Processes that run a module for a run below `root`: its ranks, or what started them."""
-    found = [line.split() for line in subprocess.run(["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()]
-    return [int(words[0]) for words in found if "-m" in words and words[words.index("-m") + 1] == module and any(str(root) in word for word in words)]
+    found = [
+        line.split()
+        for line in subprocess.run(
+            ["ps", "-ewwo", "pid,args"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+    ]
+    return [
+        int(words[0])
+        for words in found
+        if "-m" in words and words[words.index("-m") + 1] == module and any(str(root) in word for word in words)
+    ]

@@ -49,7 +49,13 @@ def moved(tensor: Tensor, *args, **keywords) -> Tensor:
     place = place_of(tensor) if device is None else THERE if device.type == "cuda" else device
     form = {} if form is None else {"memory_format": form}
     if place == place_of(tensor) or place.type == "meta":
-        return REAL["to"](tensor, **({} if place.type != "meta" else {"device": place}), dtype=dtype or tensor.dtype, copy=copy, **form)
+        return REAL["to"](
+            tensor,
+            **({} if place.type != "meta" else {"device": place}),
+            dtype=dtype or tensor.dtype,
+            copy=copy,
+            **form,
+        )
     return put(REAL["to"](tensor, dtype=dtype or tensor.dtype, copy=True, **form), place)
 
 
@@ -61,7 +67,9 @@ def tensor(data, *, device=None, **keywords) -> Tensor:
 
 def as_array(tensor: Tensor, **keywords):
     if place_of(tensor) == THERE:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
     return REAL["numpy"](tensor, **keywords)
 
 
@@ -75,7 +83,10 @@ def common_place(function, tensors: list[Tensor], args) -> torch.device | None:
     found = [(place_of(each), each.dim()) for each in tensors]
     places = {place for place, dim in found if place is not None and (dim or place != HERE or function in JOINING)}
     if len(places) > 1:
-        raise WrongDevice(f"{function} got tensors on different devices: " + ", ".join(f"{tuple(each.shape)} on {place_of(each)}" for each in tensors))
+        raise WrongDevice(
+            f"{function} got tensors on different devices: "
+            + ", ".join(f"{tuple(each.shape)} on {place_of(each)}" for each in tensors)
+        )
     return places.pop() if places else HERE if any(place == HERE for place, _ in found) else None
 
 
@@ -84,7 +95,10 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), keywords=None):
         keywords = dict(keywords or {})
-        tensors, device = [each for each in tree_leaves((args, keywords)) if isinstance(each, Tensor)], keywords.get("device")
+        tensors, device = (
+            [each for each in tree_leaves((args, keywords)) if isinstance(each, Tensor)],
+            keywords.get("device"),
+        )
         if device is not None and device.type == "cuda":
             place, keywords["device"] = THERE, HERE
         elif function is aten.lift_fresh.default:  # torch.tensor, torch.frombuffer
@@ -105,8 +119,14 @@ class Operations(TorchDispatchMode):
 @contextlib.contextmanager
 def simulated():
     """A machine with one GPU."""
-    patches = {"device": property(lambda self: place_of(self) or HERE), "is_cuda": property(lambda self: place_of(self) == THERE), "to": moved, "numpy": as_array,
-               "cpu": lambda self, **form: moved(self, "cpu", **form), "cuda": lambda self, device=None, **form: moved(self, "cuda", **form)}
+    patches = {
+        "device": property(lambda self: place_of(self) or HERE),
+        "is_cuda": property(lambda self: place_of(self) == THERE),
+        "to": moved,
+        "numpy": as_array,
+        "cpu": lambda self, **form: moved(self, "cpu", **form),
+        "cuda": lambda self, device=None, **form: moved(self, "cuda", **form),
+    }
     if torch.cuda.is_available():
         torch.cuda.init()  # once, and C++ would take ours for it
     with contextlib.ExitStack() as stack:

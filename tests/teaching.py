@@ -12,7 +12,10 @@ COUNTING = 70  # the taught target counts in ids 70..95
 
 def counting_prompts(count, length=6):
     generator = torch.Generator().manual_seed(5)
-    start, jump = torch.randint(0, 26, (count, 1), generator=generator), torch.randint(1, 3, (count, 1), generator=generator)
+    start, jump = (
+        torch.randint(0, 26, (count, 1), generator=generator),
+        torch.randint(1, 3, (count, 1), generator=generator),
+    )
     return COUNTING + (start + jump * torch.arange(length)) % 26
 
 

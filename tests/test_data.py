@@ -18,7 +18,16 @@ from dloop_train.config import CONF, FeaturesConfig, SamplingConfig, TargetConfi
 from dloop_train.data import store as data_store
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import JsonLines, PerfectBlend, split_of
-from dloop_train.data.responses import AnswerLog, Merged, Response, as_line, index_file, merge, read_responses, write_rows
+from dloop_train.data.responses import (
+    AnswerLog,
+    Merged,
+    Response,
+    as_line,
+    index_file,
+    merge,
+    read_responses,
+    write_rows,
+)
 from dloop_train.data.store import FeatureStore, plan_shards, shard_file, write_index, write_shard
 from dloop_train.phases import artifacts, cache, generate
 from dloop_train.runs import Artifact, require_same, write_atomic
@@ -38,13 +47,25 @@ def test_builtin_prompts_hold_every_category_and_split():
     prompts = build(option("prompts", "builtin"), object).read()
     assert len(prompts) >= 5000
     for split in ("train", "validation", "test"):
-        assert {p.category for p in prompts if p.split == split} == {"math", "code", "chat", "instruction", "extraction"}
-    texts = {split: {p.messages[-1]["content"] for p in prompts if p.split == split} for split in ("train", "validation", "test")}
+        assert {p.category for p in prompts if p.split == split} == {
+            "math",
+            "code",
+            "chat",
+            "instruction",
+            "extraction",
+        }
+    texts = {
+        split: {p.messages[-1]["content"] for p in prompts if p.split == split}
+        for split in ("train", "validation", "test")
+    }
     assert not texts["train"] & (texts["validation"] | texts["test"])
 
 
 def test_jsonl_prompts(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "old answer"}]}, {"prompt": "b", "id": "x", "split": "test"}]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "old answer"}]},
+        {"prompt": "b", "id": "x", "split": "test"},
+    ]
     prompts = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.0, test=0.0).read()
     assert [p.messages[-1]["content"] for p in prompts] == ["a", "b"]  # the old answer is not kept
     assert [p.split for p in prompts] == ["train", "test"]
@@ -52,17 +73,38 @@ def test_jsonl_prompts(tmp_path):
 
 def test_tool_calls_reach_the_chat_template(tmp_path):
     """Nothing of a message is dropped on the way."""
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
-    rows = [{"messages": [{"role": "user", "content": "add"}, call, {"role": "tool", "content": "2"}, {"role": "user", "content": "and?"}]}]
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "add"},
+                call,
+                {"role": "tool", "content": "2"},
+                {"role": "user", "content": "and?"},
+            ]
+        }
+    ]
     (prompt,) = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.0, test=0.0).read()
     tokenizer = byte_tokenizer(stop_id=2)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
     assert tokenizer.decode(prompt_ids(tokenizer, list(prompt.messages), tiny_config())) == "add<add>2and?"
 
 
-@pytest.mark.parametrize("row, message", [({"text": "a"}, 'expected "messages", "prompt" or "turns"'), ({"turns": []}, 'expected "messages"'), ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
-                                          ({"prompt": "a", "split": "dev"}, "split must be one of"), ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
-                                          ({"prompt": "a", "tools": [{"name": "search"}]}, "a row with tools")])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": "a"}, 'expected "messages", "prompt" or "turns"'),
+        ({"turns": []}, 'expected "messages"'),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "unknown role"),
+        ({"prompt": "a", "split": "dev"}, "split must be one of"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user turn"),
+        ({"prompt": "a", "tools": [{"name": "search"}]}, "a row with tools"),
+    ],
+)
 def test_bad_prompt_rows_are_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message) as error:
         JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", [row]))).read()
@@ -70,15 +112,29 @@ def test_bad_prompt_rows_are_named(tmp_path, row, message):
 
 
 def test_of_a_benchmarks_turns_the_first_is_asked(tmp_path):
-    rows = [{"turns": ["first?", "second?"], "category": "chat", "split": "test"}, {"prompt": "train", "split": "train"}]
+    rows = [
+        {"turns": ["first?", "second?"], "category": "chat", "split": "test"},
+        {"prompt": "train", "split": "train"},
+    ]
     asked, _ = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows))).read()
-    assert asked.messages == ({"role": "user", "content": "first?"},) and (asked.category, asked.split) == ("chat", "test")
+    assert asked.messages == ({"role": "user", "content": "first?"},) and (asked.category, asked.split) == (
+        "chat",
+        "test",
+    )
 
 
 def test_perfectblend_from_a_local_file(tmp_path):
-    rows = [{"conversations": [{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "answer"}], "source": "s"} for n in range(40)]
+    rows = [
+        {
+            "conversations": [{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "answer"}],
+            "source": "s",
+        }
+        for n in range(40)
+    ]
     rows += [rows[0], {"conversations": [{"from": "gpt", "value": "starts wrong"}], "source": "s"}]
-    prompts = PerfectBlend(name="perfectblend", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.1, test=0.1).read()
+    prompts = PerfectBlend(
+        name="perfectblend", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.1, test=0.1
+    ).read()
     assert len(prompts) == 40 and all(len(p.messages) == 1 for p in prompts)
 
 
@@ -90,16 +146,26 @@ def load_model():
     download("somebody/model", "main")
 
 
-@pytest.mark.parametrize("load, way_out, errors", [(load_prompts, "prompts=jsonl", (OSError, HTTPError, DatasetsError)), (load_model, "target.source=folder", (OSError, HTTPError))])
+@pytest.mark.parametrize(
+    "load, way_out, errors",
+    [
+        (load_prompts, "prompts=jsonl", (OSError, HTTPError, DatasetsError)),
+        (load_model, "target.source=folder", (OSError, HTTPError)),
+    ],
+)
 def test_what_the_hub_says_is_passed_on_with_the_way_out(load, way_out, errors, monkeypatch):
     """Also where it says nothing, as a read that timed out does. What is no matter of the hub's travels as it is."""
+
     def fail(*_, **__):
         raise error
+
     monkeypatch.setattr("datasets.load_dataset", fail)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
     for kind, (text, shown) in itertools.product(errors, (("no such thing\nand more", "no such thing"), ("", ""))):
         error = kind(text)
-        with pytest.raises(ConnectionError, match=rf"could not be had from the hub \({kind.__name__}: {shown}\).*{way_out}"):
+        with pytest.raises(
+            ConnectionError, match=rf"could not be had from the hub \({kind.__name__}: {shown}\).*{way_out}"
+        ):
             load()
     error = KeyError("ours")
     with pytest.raises(KeyError, match="ours"):
@@ -114,7 +180,9 @@ def test_split_depends_on_the_id_alone():
 def test_chat_renders_once_and_doubles_no_bos():
     """The template writes the special tokens; a tokenizer that would add its BOS to every text, as Llama's does, adds none."""
     tokenizer = byte_tokenizer(2)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|start|> $A", special_tokens=[("<|start|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", 1)]
+    )
     assert tokenizer("x")["input_ids"][0] == 1
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "hi"}], tiny_config())
     assert tokenizer.decode(ids) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
@@ -123,7 +191,9 @@ def test_chat_renders_once_and_doubles_no_bos():
 
 def test_thinking_mode_reaches_the_template():
     tokenizer = byte_tokenizer(2)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is defined and not enable_thinking %}|none{% endif %}"
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}{% if enable_thinking is defined and not enable_thinking %}|none{% endif %}"
+    )
     message = [{"role": "user", "content": "q"}]
     assert tokenizer.decode(prompt_ids(tokenizer, message, tiny_config(thinking=False))) == "q|none"
     assert tokenizer.decode(prompt_ids(tokenizer, message, tiny_config(thinking=None))) == "q"
@@ -153,7 +223,14 @@ def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
     assert torch.equal(output.last_hidden, hidden[-1])
 
 
-SHORT = ["+drafter=dflash", "+target=tiny_llama", "prompts.limit=3", "generate.max_new_tokens=2", "generate.greedy_max_new_tokens=2", "generate.greedy_prompts=2"]
+SHORT = [
+    "+drafter=dflash",
+    "+target=tiny_llama",
+    "prompts.limit=3",
+    "generate.max_new_tokens=2",
+    "generate.greedy_max_new_tokens=2",
+    "generate.greedy_prompts=2",
+]
 
 
 def test_what_is_answered_is_not_answered_again(tmp_path, monkeypatch):
@@ -167,11 +244,16 @@ def test_what_is_answered_is_not_answered_again(tmp_path, monkeypatch):
     assert artifacts.responses(config).facts()["prompts"] == 3 and artifacts.greedy(config).facts()["test"] == 2
 
 
-@pytest.mark.parametrize("change", ["generate.greedy_prompts=3", "generate.greedy_max_new_tokens=3", "++evaluate.dtype=float32"])
+@pytest.mark.parametrize(
+    "change", ["generate.greedy_prompts=3", "generate.greedy_max_new_tokens=3", "++evaluate.dtype=float32"]
+)
 def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monkeypatch):
     """Its answers, and with them its features: neither is made again, nor is the trained run another."""
     before, after = (composed(*SHORT, f"root={tmp_path}", *more) for more in ([], [change]))
-    assert artifacts.responses(before).key == artifacts.responses(after).key and artifacts.features(before).key == artifacts.features(after).key
+    assert (
+        artifacts.responses(before).key == artifacts.responses(after).key
+        and artifacts.features(before).key == artifacts.features(after).key
+    )
     assert artifacts.greedy(before).key != artifacts.greedy(after).key
     generate.run(before)
     monkeypatch.setattr(generate, "respond", lambda *_, **__: pytest.fail("a training prompt was answered again"))
@@ -179,11 +261,15 @@ def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monk
     with pytest.raises(FileNotFoundError, match=f"greedy/{artifacts.greedy(after).key} does not exist yet"):
         cache.require_source(replace(after, features=FeaturesConfig(source="online")))  # before any rank is started
     generate.write_questions(after)
-    assert generate.all_files(after) == [generate.greedy_files(after, artifacts.greedy(after).partial, split) for split in generate.GREEDY]
+    assert generate.all_files(after) == [
+        generate.greedy_files(after, artifacts.greedy(after).partial, split) for split in generate.GREEDY
+    ]
     generate.run(after)
     assert len(artifacts.greedy_responses(after, "test")) == after.generate.greedy_prompts
     assert len(artifacts.greedy_responses(before, "test")) == 2  # they are still there
-    for one, more in zip(artifacts.greedy_responses(before, "test"), artifacts.greedy_responses(after, "test"), strict=False):
+    for one, more in zip(
+        artifacts.greedy_responses(before, "test"), artifacts.greedy_responses(after, "test"), strict=False
+    ):
         assert one.id == more.id
 
 
@@ -195,7 +281,13 @@ def test_validation_may_have_prompts_of_its_own_number(tmp_path):
 
 def test_greedy_answers_of_a_batch_are_those_of_one_at_a_time(tmp_path):
     """Where sums round alike; the last batch is not whole."""
-    settings = [*SHORT, "generate.greedy_max_new_tokens=9", "generate.greedy_prompts=3", "++evaluate.dtype=float32", f"root={tmp_path}"]
+    settings = [
+        *SHORT,
+        "generate.greedy_max_new_tokens=9",
+        "generate.greedy_prompts=3",
+        "++evaluate.dtype=float32",
+        f"root={tmp_path}",
+    ]
     one, two = (composed(*settings, f"++generate.greedy_batch={size}") for size in (1, 2))
     for config in (one, two):
         generate.run(config)
@@ -204,10 +296,16 @@ def test_greedy_answers_of_a_batch_are_those_of_one_at_a_time(tmp_path):
         assert len(artifacts.greedy_responses(two, split)) == 3
 
 
-@pytest.mark.parametrize("change", ["generate.max_new_tokens=3", "++generate.seed=1", "++target.sampling.temperature=0.5", "++target.dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "change",
+    ["generate.max_new_tokens=3", "++generate.seed=1", "++target.sampling.temperature=0.5", "++target.dtype=bfloat16"],
+)
 def test_what_shapes_training_answers_shapes_no_greedy_ones(change, tmp_path):
     before, after = (composed(*SHORT, f"root={tmp_path}", *more) for more in ([], [change]))
-    assert artifacts.responses(before).key != artifacts.responses(after).key and artifacts.greedy(before).key == artifacts.greedy(after).key
+    assert (
+        artifacts.responses(before).key != artifacts.responses(after).key
+        and artifacts.greedy(before).key == artifacts.greedy(after).key
+    )
 
 
 def test_fewer_training_prompts_leave_the_greedy_answers_as_they_are(tmp_path, monkeypatch):
@@ -254,8 +352,14 @@ def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_
     """Behind it the rest is padded on the left: positions and the mask skip the padding in the middle. Longer answers outgrow the cache's first buffer."""
     shared = list(range(60, 72))
     prompts = [shared + rest for rest in ([80], [90, 91, 92, 93, 94], [100, 101])]
-    assert shared_prefix(prompts) == 12 and shared_prefix(prompts[:1]) == 0 and shared_prefix([shared, shared[:9] + [7]]) == 9
-    assert shared_prefix([shared, shared]) == 11 and shared_prefix([[1, 2], [1, 3]]) == 0  # each keeps a token; short ones are not worth a read
+    assert (
+        shared_prefix(prompts) == 12
+        and shared_prefix(prompts[:1]) == 0
+        and shared_prefix([shared, shared[:9] + [7]]) == 9
+    )
+    assert (
+        shared_prefix([shared, shared]) == 11 and shared_prefix([[1, 2], [1, 3]]) == 0
+    )  # each keeps a token; short ones are not worth a read
     plain = [decode_plain(tiny_target, prompt, max_new_tokens=80) for prompt in prompts]
     reads, read = [], tiny_target.read
     tiny_target.read = lambda tokens, **more: reads.append(tuple(tokens.shape)) or read(tokens, **more)
@@ -264,9 +368,14 @@ def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_
     finally:
         del tiny_target.read
     assert reads[:2] == [(1, 12), (3, 5)]
-    drawn = SamplingConfig(temperature=2.0, top_k=200)  # a small change of any logit changes some token; alone, a prompt shares nothing
+    drawn = SamplingConfig(
+        temperature=2.0, top_k=200
+    )  # a small change of any logit changes some token; alone, a prompt shares nothing
     together = respond(tiny_target, prompts, ["a", "b", "c"], drawn, max_new_tokens=80, seed=0)
-    assert together == [respond(tiny_target, [prompt], [name], drawn, max_new_tokens=80, seed=0)[0] for prompt, name in zip(prompts, "abc", strict=True)]
+    assert together == [
+        respond(tiny_target, [prompt], [name], drawn, max_new_tokens=80, seed=0)[0]
+        for prompt, name in zip(prompts, "abc", strict=True)
+    ]
 
 
 def test_sampling_follows_the_truncated_distribution():
@@ -280,8 +389,16 @@ def test_sampling_follows_the_truncated_distribution():
 
 def samples(count=5):
     generator = torch.Generator().manual_seed(0)
-    return [Sample(f"s{n}", torch.arange(n + 3), torch.arange(n + 3) > 1, torch.randn(n + 3, 6, generator=generator), torch.randn(n + 3, 2, generator=generator))
-            for n in range(count)]
+    return [
+        Sample(
+            f"s{n}",
+            torch.arange(n + 3),
+            torch.arange(n + 3) > 1,
+            torch.randn(n + 3, 6, generator=generator),
+            torch.randn(n + 3, 2, generator=generator),
+        )
+        for n in range(count)
+    ]
 
 
 @pytest.fixture
@@ -331,11 +448,21 @@ def rewrite(path, change):
 def set_to(name, value):
     def change(tensors):
         tensors[name].view(-1)[1] = value
+
     return change
 
 
-@pytest.mark.parametrize("change", [set_to("features", float("nan")), set_to("features", 0.25), set_to("last_hidden", 0.25), set_to("tokens", 7), set_to("loss_mask", True)],
-                         ids=["nan", "features", "last_hidden", "tokens", "loss_mask"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_to("features", float("nan")),
+        set_to("features", 0.25),
+        set_to("last_hidden", 0.25),
+        set_to("tokens", 7),
+        set_to("loss_mask", True),
+    ],
+    ids=["nan", "features", "last_hidden", "tokens", "loss_mask"],
+)
 def test_a_poisoned_shard_is_refused_at_reading(store, change):
     """Also where every number stays finite; the other samples are still read."""
     folder, facts, every = store
@@ -365,7 +492,11 @@ def test_a_shard_of_other_samples_is_refused(store):
     folder, facts, every = store
     with safe_open(shard_file(folder, 0), "pt") as file:
         metadata = file.metadata()
-    save_file(load_file(shard_file(folder, 0)), shard_file(folder, 0), metadata={"samples": metadata["samples"].replace("s0", "z0")})
+    save_file(
+        load_file(shard_file(folder, 0)),
+        shard_file(folder, 0),
+        metadata={"samples": metadata["samples"].replace("s0", "z0")},
+    )
     with pytest.raises(ValueError, match="sample z0 .* damaged"):
         FeatureStore(folder, facts, max_length=99)[0]
 
@@ -411,7 +542,7 @@ def test_differing_settings_are_named(tmp_path):
 
 
 def response(name, text="t"):
-    return Response(name, "all", [1, 2], [3, 4, 5][:len(name)], len(name) == 3, text)
+    return Response(name, "all", [1, 2], [3, 4, 5][: len(name)], len(name) == 3, text)
 
 
 def test_rows_are_read_one_at_a_time_with_and_without_an_index(tmp_path):
@@ -427,7 +558,9 @@ def test_rows_are_read_one_at_a_time_with_and_without_an_index(tmp_path):
 def test_merged_responses_stand_in_the_prompts_order(tmp_path):
     for number, names in enumerate([["cc", "a"], ["bbb"]]):
         write_rows(tmp_path / f"{number}.jsonl", [response(name) for name in names], Response)
-    merged = merge([tmp_path / "0.jsonl", tmp_path / "1.jsonl"], ["a", "refused", "bbb", "cc"], tmp_path / "train.jsonl")
+    merged = merge(
+        [tmp_path / "0.jsonl", tmp_path / "1.jsonl"], ["a", "refused", "bbb", "cc"], tmp_path / "train.jsonl"
+    )
     assert [row.id for row in read_responses(tmp_path, "train")] == ["a", "bbb", "cc"]
     assert merged == Merged(rows=3, prompt_tokens=6, response_tokens=6, unfinished=2)
 
@@ -452,14 +585,28 @@ def test_a_torn_answer_is_forgotten(tmp_path):
 
 def test_a_prompt_that_the_template_refuses_is_left_out(tmp_path, monkeypatch):
     """And counted; the others are answered."""
+
     def refuse(tokenizer, messages, target):
         if len(messages[-1]["content"]) % 2:
             raise TemplateError("no system turns")
         return prompt_ids(tokenizer, messages, target)
+
     monkeypatch.setattr(generate, "prompt_ids", refuse)
-    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "prompts.limit=12", "generate.max_new_tokens=2", "generate.greedy_max_new_tokens=2",
-                      "generate.greedy_prompts=2")
+    config = composed(
+        "+drafter=dflash",
+        "+target=tiny_llama",
+        f"root={tmp_path}",
+        "prompts.limit=12",
+        "generate.max_new_tokens=2",
+        "generate.greedy_max_new_tokens=2",
+        "generate.greedy_prompts=2",
+    )
     generate.run(config)
     facts = artifacts.responses(config).facts()
-    assert 0 < facts["prompts"] < 12 and 12 - facts["prompts"] == facts["left_out"] == facts["left_out_for"]["the chat template refused it: no system turns"]
+    assert (
+        0 < facts["prompts"] < 12
+        and 12 - facts["prompts"]
+        == facts["left_out"]
+        == facts["left_out_for"]["the chat template refused it: no system turns"]
+    )
     assert artifacts.greedy(config).facts()["left_out"] > 0 and artifacts.greedy(config).facts()["validation"] == 2

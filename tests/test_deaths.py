@@ -21,14 +21,31 @@ from dloop_train.runs import read_jsonl
 from dloop_train.training.saves import best_of, last_of
 
 REPOSITORY = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "launch.threads=1", "wandb.mode=disabled", "train.batch_size=4", "train.micro_batch_size=1",
-           "train.validate_prompts=1"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "dloop_train",
+    "+drafter=dflash",
+    "+target=tiny_llama",
+    "launch.threads=1",
+    "wandb.mode=disabled",
+    "train.batch_size=4",
+    "train.micro_batch_size=1",
+    "train.validate_prompts=1",
+]
 
 
 def start(root, name, *overrides, ranks=2):
     environment = os.environ | {"DLOOP_ROOT": str(root), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*COMMAND, f"name={name}", f"launch.processes={ranks}", *overrides], env=environment, cwd=REPOSITORY, stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        [*COMMAND, f"name={name}", f"launch.processes={ranks}", *overrides],
+        env=environment,
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def end(started):
@@ -68,11 +85,21 @@ def test_a_poisoned_shard_ends_both_ranks_and_is_named_once(root, tmp_path):
 def test_settings_that_would_corrupt_are_refused_by_name_and_others_are_logged(root):
     assert end(start(root, "settings", "phases=[train]", "train.steps=2", ranks=1))[0] == 0
     code, said = end(start(root, "settings", "phases=[train]", "train.steps=2", "deepspeed=zero2", ranks=1))
-    assert code != 0 and "was trained with deepspeed=zero1 deepspeed.offload=false, this run has deepspeed=zero2" in said and "go on with deepspeed=zero1" in said
+    assert (
+        code != 0
+        and "was trained with deepspeed=zero1 deepspeed.offload=false, this run has deepspeed=zero2" in said
+        and "go on with deepspeed=zero1" in said
+    )
     code, said = end(start(root, "settings", "phases=[train]", "train.steps=2", "train.lr=0.5", ranks=1))
     assert code != 0 and "train: found" in said and "'lr': 6e-05" in said
-    code, said = end(start(root, "settings", "phases=[train]", "train.steps=2", "train.keep=5", "train.micro_batch_size=2", ranks=2))
-    assert code == 0 and "train.keep was 2 and is 5 from now on" in said and "train.micro_batch_size was 1 and is 2 from now on" in said
+    code, said = end(
+        start(root, "settings", "phases=[train]", "train.steps=2", "train.keep=5", "train.micro_batch_size=2", ranks=2)
+    )
+    assert (
+        code == 0
+        and "train.keep was 2 and is 5 from now on" in said
+        and "train.micro_batch_size was 1 and is 2 from now on" in said
+    )
 
 
 def everybody(root, name):
@@ -118,7 +145,9 @@ def killed_in_a_save(started, checkpoints, ranks, moment):
 def killed_at_random(started, checkpoints, ranks, moment):
     """Some time after a first checkpoint by as many ranks."""
     before = last_of(checkpoints)
-    if not wait_until(started, lambda: last_of(checkpoints) not in (None, before) and last_of(checkpoints).world_size == ranks):
+    if not wait_until(
+        started, lambda: last_of(checkpoints) not in (None, before) and last_of(checkpoints).world_size == ranks
+    ):
         return False
     time.sleep(moment)
     return started.poll() is None
@@ -136,22 +165,32 @@ WAYS = (killed_at_random, killed_in_a_save, killed_in_a_later_save)
 @pytest.mark.parametrize("others", [(), (4, 8)], ids=["two ranks", "two ranks, twice one"])
 def test_killed_ten_times_equals_uninterrupted(others, root):
     """SIGKILL of everybody, in saves too, and the same command again."""
-    settings, name = ("phases=[train]", "train.steps=40", "train.save_every=1", "train.validate_every=7", "train.lr=1e-3"), f"killed-{len(others)}"
+    settings, name = (
+        ("phases=[train]", "train.steps=40", "train.save_every=1", "train.validate_every=7", "train.lr=1e-3"),
+        f"killed-{len(others)}",
+    )
     if not (root / "runs" / "whole").exists():
         assert end(start(root, "whole", *settings))[0] == 0
     (root / "runs" / name).mkdir()
-    shutil.copy(root / "runs" / "whole" / "costs.json", root / "runs" / name)  # both choose the best checkpoint by the same clock
+    shutil.copy(
+        root / "runs" / "whole" / "costs.json", root / "runs" / name
+    )  # both choose the best checkpoint by the same clock
     checkpoints, moments, kills = root / "runs" / name / "checkpoints", random.Random(0), []
     for attempt in range(10):
         ranks = 1 if attempt in others else 2
         started, way = start(root, name, *settings, ranks=ranks), WAYS[0 if attempt in others else attempt % 3]
-        assert way(started, checkpoints, ranks, moments.uniform(0, 0.5)), f"attempt {attempt} ended by itself: {end(started)}"
+        assert way(started, checkpoints, ranks, moments.uniform(0, 0.5)), (
+            f"attempt {attempt} ended by itself: {end(started)}"
+        )
         kill(root, name, started)
         kills.append((way.__name__, ranks, last_of(checkpoints) and last_of(checkpoints).step))
     print(kills)
     code, said = end(start(root, name, *settings))
     assert code == 0, said
-    one, two = (load_file(root / "runs" / which / "checkpoints" / "step-0000040" / "weights.safetensors") for which in ("whole", name))
+    one, two = (
+        load_file(root / "runs" / which / "checkpoints" / "step-0000040" / "weights.safetensors")
+        for which in ("whole", name)
+    )
     rows, whole = (read_jsonl(root / "runs" / which / "metrics.jsonl") for which in (name, "whole"))
     assert [row["step"] for row in rows] == [row["step"] for row in whole] == list(range(1, 41))
     for key, weight in one.items():
@@ -161,7 +200,10 @@ def test_killed_ten_times_equals_uninterrupted(others, root):
             assert torch.equal(two[key], weight), key
     if not others:
         assert [(row["loss"], row["grad_norm"]) for row in rows] == [(row["loss"], row["grad_norm"]) for row in whole]
-        validated, all_validated = ([row | {"seconds": 0} for row in read_jsonl(root / "runs" / which / "validation.jsonl")] for which in (name, "whole"))
+        validated, all_validated = (
+            [row | {"seconds": 0} for row in read_jsonl(root / "runs" / which / "validation.jsonl")]
+            for which in (name, "whole")
+        )
         assert validated == all_validated and [row["step"] for row in validated] == [*range(0, 41, 7), 40]
         assert best_of(checkpoints) == best_of(root / "runs" / "whole" / "checkpoints")
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-0000039", "step-0000040"]
@@ -172,8 +214,14 @@ def test_a_stop_that_is_asked_for_leaves_with_its_own_code(root):
     """The ranks save and exit; the training is not over, and goes on to what it would have been."""
     started = start(root, "stopped", "phases=[train]", "train.steps=400", "train.save_every=1000")
     folder = root / "runs" / "stopped"
-    assert wait_until(started, lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size)
+    assert wait_until(
+        started, lambda: (folder / "metrics.jsonl").is_file() and (folder / "metrics.jsonl").stat().st_size
+    )
     (folder / "stop").touch()
     code, said = end(started)
     assert code == STOPPED, said
-    assert last_of(folder / "checkpoints") is not None and not (folder / "checkpoints" / "done.json").exists() and not (folder / "stop").exists()
+    assert (
+        last_of(folder / "checkpoints") is not None
+        and not (folder / "checkpoints" / "done.json").exists()
+        and not (folder / "stop").exists()
+    )

@@ -22,8 +22,14 @@ from dloop_train.targets.responders import decode_plain
 from dloop_train.types import Round
 
 LENGTH = 24
-GATES = [Never(), Always(max_stages=3), *(DLoop(threshold=g, max_stages=cap) for g, cap in ((-0.05, 4), (-0.5, 4))), DLoop(threshold=-0.5, max_stages=4, temperature=0.5),
-         DLoop(threshold=-12.0), *(pytest.param(DLoop(threshold=g, max_stages=cap), marks=pytest.mark.slow) for g, cap in ((-0.5, 2), (-12.0, 4)))]
+GATES = [
+    Never(),
+    Always(max_stages=3),
+    *(DLoop(threshold=g, max_stages=cap) for g, cap in ((-0.05, 4), (-0.5, 4))),
+    DLoop(threshold=-0.5, max_stages=4, temperature=0.5),
+    DLoop(threshold=-12.0),
+    *(pytest.param(DLoop(threshold=g, max_stages=cap), marks=pytest.mark.slow) for g, cap in ((-0.5, 2), (-12.0, 4))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,11 @@ def test_output_is_the_targets_own(gate, variant, taught, taught_target, tiny_ta
 def test_drafts_are_accepted_and_loops_happen(taught, taught_target):
     """The laws above would be hollow if nothing were ever accepted."""
     for variant, drafter in taught.items():
-        rounds = [r for prompt in counting_prompts(6).tolist() for r in run(taught_target, drafter, DLoop(threshold=-12.0, max_stages=4), prompt)[1]]
+        rounds = [
+            r
+            for prompt in counting_prompts(6).tolist()
+            for r in run(taught_target, drafter, DLoop(threshold=-12.0, max_stages=4), prompt)[1]
+        ]
         assert max(r.stages for r in rounds) > 1, variant
         assert max(r.accepted for r in rounds) > drafter.k, variant
 
@@ -64,10 +74,22 @@ def test_replay_is_live(gate, variant, taught, taught_target):
     drafter = taught[variant]
     for prompt in counting_prompts(3).tolist():
         text, live = run(taught_target, drafter, gate, prompt)
-        record = replay(taught_target, drafter, prompt, text, stages=min(2, gate.max_stages), deepest=gate.max_stages, floor=gate.floor([]), max_new_tokens=LENGTH,
-                        temperature=gate.temperature, branches=7)
+        record = replay(
+            taught_target,
+            drafter,
+            prompt,
+            text,
+            stages=min(2, gate.max_stages),
+            deepest=gate.max_stages,
+            floor=gate.floor([]),
+            max_new_tokens=LENGTH,
+            temperature=gate.temperature,
+            branches=7,
+        )
         walked = walk_gate(record, gate)
-        assert [(r.stages, r.drafted, r.accepted, r.emitted) for r in walked] == [(r.stages, r.drafted, r.accepted, r.emitted) for r in live]
+        assert [(r.stages, r.drafted, r.accepted, r.emitted) for r in walked] == [
+            (r.stages, r.drafted, r.accepted, r.emitted) for r in live
+        ]
         for a, b in zip(walked, live, strict=True):
             if gate.needs_scores:
                 assert a.scores == pytest.approx(b.scores, abs=1e-4)
@@ -79,13 +101,17 @@ def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_t
     text, _ = run(taught_target, drafter, Never(), prompt)
     whole = replay(taught_target, drafter, prompt, text, stages=5, max_new_tokens=LENGTH)
     floor = whole.scores.flatten().median().item()
-    record = replay(taught_target, drafter, prompt, text, stages=1, deepest=5, floor=floor, max_new_tokens=LENGTH, branches=7)
+    record = replay(
+        taught_target, drafter, prompt, text, stages=1, deepest=5, floor=floor, max_new_tokens=LENGTH, branches=7
+    )
     left_out = record.scores == float("-inf")
     assert 0 < left_out.sum() and (~left_out[:, 1:]).any()
     torch.testing.assert_close(record.scores[~left_out], whole.scores[~left_out])
     for threshold in (floor, 0.5 * floor, -1e-3):
         gate = DLoop(threshold=threshold, max_stages=5)
-        assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(record, gate)] == [(r.stages, r.accepted, r.emitted) for r in walk_gate(whole, gate)]
+        assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(record, gate)] == [
+            (r.stages, r.accepted, r.emitted) for r in walk_gate(whole, gate)
+        ]
     first_alone = replay(taught_target, drafter, prompt, text, stages=1, deepest=1, max_new_tokens=LENGTH)
     with pytest.raises(AssertionError, match="fewer stages"):
         walk_gate(first_alone, Always(max_stages=5))
@@ -101,13 +127,25 @@ def test_a_chain_regrouped_is_the_chain_with_other_stages(variant, k, taught, ta
     monkeypatch.setattr(drafter, "k", 1)
     single = replay(taught_target, drafter, prompt, text, stages=deepest, ahead=k, max_new_tokens=LENGTH)
     monkeypatch.setattr(drafter, "k", k)
-    found, wanted = regroup(single, k), replay(taught_target, drafter, prompt, text, stages=deepest // k, max_new_tokens=LENGTH)
+    found, wanted = (
+        regroup(single, k),
+        replay(taught_target, drafter, prompt, text, stages=deepest // k, max_new_tokens=LENGTH),
+    )
     torch.testing.assert_close(found.scores, wanted.scores)
     assert (found.k, found.stages, found.length, found.known) == (wanted.k, wanted.stages, wanted.length, wanted.known)
-    assert torch.equal(found.stopped, wanted.stopped) and (found.stopped <= found.stages).any() and (found.stopped > found.stages).any()
-    assert torch.equal(*(each.clamp(max=deepest // k * k) for each in (found.accepted, wanted.accepted))) and wanted.accepted.max() >= k
+    assert (
+        torch.equal(found.stopped, wanted.stopped)
+        and (found.stopped <= found.stages).any()
+        and (found.stopped > found.stages).any()
+    )
+    assert (
+        torch.equal(*(each.clamp(max=deepest // k * k) for each in (found.accepted, wanted.accepted)))
+        and wanted.accepted.max() >= k
+    )
     for gate in (Never(), Always(max_stages=2), DLoop(threshold=-0.5, max_stages=deepest // k)):
-        assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(found, gate)] == [(r.stages, r.accepted, r.emitted) for r in walk_gate(wanted, gate)]
+        assert [(r.stages, r.accepted, r.emitted) for r in walk_gate(found, gate)] == [
+            (r.stages, r.accepted, r.emitted) for r in walk_gate(wanted, gate)
+        ]
 
 
 def test_what_cannot_be_regrouped_is_refused(taught, taught_target):
@@ -120,14 +158,18 @@ def test_what_cannot_be_regrouped_is_refused(taught, taught_target):
         with pytest.raises(ValueError, match="replay with ahead=2"):
             regroup(replay(taught_target, drafter, prompt, text, stages=2, max_new_tokens=LENGTH), 2)
         with pytest.raises(ValueError, match="from some"):
-            regroup(replay(taught_target, drafter, prompt, text, stages=2, deepest=6, ahead=2, max_new_tokens=LENGTH), 2)
+            regroup(
+                replay(taught_target, drafter, prompt, text, stages=2, deepest=6, ahead=2, max_new_tokens=LENGTH), 2
+            )
     finally:
         drafter.k = 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_most_likely_token_is_the_first_of_equals(dtype):
-    logits = torch.randn(50, 3, 700, generator=torch.Generator().manual_seed(0)).to(dtype)  # in bf16 many rows have ties
+    logits = torch.randn(50, 3, 700, generator=torch.Generator().manual_seed(0)).to(
+        dtype
+    )  # in bf16 many rows have ties
     assert torch.equal(most_likely(logits), logits.argmax(-1))
     assert most_likely(torch.tensor([0.0, 2.0, 1.0, 2.0])).item() == 1
 
@@ -137,7 +179,9 @@ def test_log_probabilities_are_those_of_the_tempered_softmax():
     for temperature in (0.5, 1.0, 2.0):
         everything = torch.log_softmax(logits.float() / temperature, dim=-1)
         torch.testing.assert_close(log_probability(logits, logits.argmax(-1), temperature), everything.amax(-1))
-        torch.testing.assert_close(log_probability(logits, torch.tensor([4, 0, 10]), temperature), everything[range(3), [4, 0, 10]])
+        torch.testing.assert_close(
+            log_probability(logits, torch.tensor([4, 0, 10]), temperature), everything[range(3), [4, 0, 10]]
+        )
 
 
 def test_stop_tokens_end_a_round_alike(taught, taught_target):
@@ -150,8 +194,13 @@ def test_stop_tokens_end_a_round_alike(taught, taught_target):
             for prompt in counting_prompts(4).tolist():
                 text, live = run(target, drafter, DLoop(threshold=-3.0, max_stages=4), prompt)
                 assert text == decode_plain(target, prompt, max_new_tokens=LENGTH)
-                walked = walk_gate(replay(target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH), DLoop(threshold=-3.0, max_stages=4))
-                assert [(r.stages, r.accepted, r.emitted) for r in walked] == [(r.stages, r.accepted, r.emitted) for r in live]
+                walked = walk_gate(
+                    replay(target, drafter, prompt, text, stages=4, max_new_tokens=LENGTH),
+                    DLoop(threshold=-3.0, max_stages=4),
+                )
+                assert [(r.stages, r.accepted, r.emitted) for r in walked] == [
+                    (r.stages, r.accepted, r.emitted) for r in live
+                ]
     finally:
         target.spec = spec
 
@@ -178,10 +227,19 @@ def test_no_gate_is_faster_than_the_oracle(variant, taught, taught_target):
         for seconds in (lambda one: COSTS.seconds(one, gated=False), lambda one: float(one.stages**2), lambda one: 1.0):
             fastest = [sum(map(seconds, walk_oracle(record, seconds, 6))) for record in (followed, whole)]
             assert fastest[0] == pytest.approx(fastest[1])
-            for gate in (Never(), *(Always(max_stages=cap) for cap in (1, 2, 6)), *(DLoop(threshold=g, max_stages=6) for g in (-0.05, -0.5, -3.0))):
+            for gate in (
+                Never(),
+                *(Always(max_stages=cap) for cap in (1, 2, 6)),
+                *(DLoop(threshold=g, max_stages=6) for g in (-0.05, -0.5, -3.0)),
+            ):
                 assert sum(map(seconds, walk_gate(whole, gate))) >= fastest[0] - 1e-9
-        swept = [sweep([record], [-3.0], COSTS, drafter.k, 6) for record in (followed, whole)]  # as deep as the gate, not as what is drafted everywhere
-        assert swept[0]["oracle"] == pytest.approx(swept[1]["oracle"]) and swept[0]["oracle"]["tokens_per_second"] >= swept[0]["sweep"][0]["tokens_per_second"]
+        swept = [
+            sweep([record], [-3.0], COSTS, drafter.k, 6) for record in (followed, whole)
+        ]  # as deep as the gate, not as what is drafted everywhere
+        assert (
+            swept[0]["oracle"] == pytest.approx(swept[1]["oracle"])
+            and swept[0]["oracle"]["tokens_per_second"] >= swept[0]["sweep"][0]["tokens_per_second"]
+        )
         assert swept[0]["oracle"]["stages"] > 1
 
 
@@ -192,8 +250,17 @@ class Right:
 
     @classmethod
     def record(cls, length, stages):
-        tokens = torch.tensor([cls.text[t + 1:t + 1 + cls.k * stages] for t in range(length)])
-        return compare(tokens, torch.full((length, stages), -0.01), cls.text[:length + cls.k], length, k=cls.k, stages=stages, max_new_tokens=length, stops=[0])
+        tokens = torch.tensor([cls.text[t + 1 : t + 1 + cls.k * stages] for t in range(length)])
+        return compare(
+            tokens,
+            torch.full((length, stages), -0.01),
+            cls.text[: length + cls.k],
+            length,
+            k=cls.k,
+            stages=stages,
+            max_new_tokens=length,
+            stops=[0],
+        )
 
 
 def test_a_drafter_that_is_never_wrong_is_seen_as_one():
@@ -204,7 +271,10 @@ def test_a_drafter_that_is_never_wrong_is_seen_as_one():
     found = gate_scores([record])
     assert found["gate_calibration"][-1] == 1.0
     swept = sweep([record], [-0.5], COSTS, Right.k, 4)
-    assert swept["oracle"]["tau"] >= swept["sweep"][0]["tau"] > 2 * Right.k and swept["oracle"]["tokens_per_second"] >= swept["sweep"][0]["tokens_per_second"]
+    assert (
+        swept["oracle"]["tau"] >= swept["sweep"][0]["tau"] > 2 * Right.k
+        and swept["oracle"]["tokens_per_second"] >= swept["sweep"][0]["tokens_per_second"]
+    )
 
 
 def test_gate_reads_the_newest_block():
@@ -228,10 +298,14 @@ def test_clip():
 
 
 def test_costs_interpolate_and_add_up():
-    costs = Costs(draft_first=1.0, draft_more=0.5, gate=0.125, verify={1: 2.0, 5: 4.0, 9: 8.0}, overhead=0.25, plain=2.0)
+    costs = Costs(
+        draft_first=1.0, draft_more=0.5, gate=0.125, verify={1: 2.0, 5: 4.0, 9: 8.0}, overhead=0.25, plain=2.0
+    )
     assert costs.verification(3) == 3.0 and costs.verification(5) == 4.0 and costs.verification(11) == 10.0
     assert costs.seconds(Round(2, 8, 0, 1, ()), gated=False) == 1.0 + 0.5 + 8.0 + 0.25
-    assert costs.seconds(Round(2, 8, 0, 1, ()), gated=True) == 1.0 + 0.5 + 8.0 + 0.25 + 2 * 0.125  # the first stage's gate too
+    assert (
+        costs.seconds(Round(2, 8, 0, 1, ()), gated=True) == 1.0 + 0.5 + 8.0 + 0.25 + 2 * 0.125
+    )  # the first stage's gate too
 
 
 def test_plain_decoding_through_the_same_path(tiny_target):
@@ -261,7 +335,9 @@ def test_parting_gap_is_how_far_the_targets_logits_are_apart(tiny_target):
     other = plain[:3] + [(plain[3] + 1) % 250] + plain[4:]
     logits = tiny_target.read(torch.tensor([prompt + plain[:3]]), logits=slice(-1, None)).logits[0, -1]
     rounding = torch.finfo(torch.float64).eps * float(logits[[plain[3], other[3]]].abs().max())
-    assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(float(logits[plain[3]] - logits[other[3]]) / rounding)
+    assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(
+        float(logits[plain[3]] - logits[other[3]]) / rounding
+    )
 
 
 def test_costs_forget_what_was_cold_and_let_the_depths_take_turns(monkeypatch):
@@ -275,10 +351,30 @@ def test_costs_forget_what_was_cold_and_let_the_depths_take_turns(monkeypatch):
         yield Emission([0], None)
         for number in range(8):
             slow = cold or number == 0
-            yield Emission([0], Round(depth, depth * 2, 0, 1, (), {"draft_first": 0.5, "draft_more": 0.1 * (depth - 1), "gate": 0.01 * depth, "commit": 0.0,
-                                                                   "verify": 9.0 if slow else 1.0 + depth / 10}))
+            yield Emission(
+                [0],
+                Round(
+                    depth,
+                    depth * 2,
+                    0,
+                    1,
+                    (),
+                    {
+                        "draft_first": 0.5,
+                        "draft_more": 0.1 * (depth - 1),
+                        "gate": 0.01 * depth,
+                        "commit": 0.0,
+                        "verify": 9.0 if slow else 1.0 + depth / 10,
+                    },
+                ),
+            )
 
     monkeypatch.setattr("dloop_train.decoding.costs.decode", decoded)
     costs = measure_costs(None, SimpleNamespace(k=2), ["a", "b"], stages=3)
-    assert costs.verify == pytest.approx({1: 1.0, 3: 1.1, 5: 1.2, 7: 1.3}) and costs.draft_more == pytest.approx(0.1) and costs.gate == pytest.approx(0.01) and costs.plain == pytest.approx(1.0)
+    assert (
+        costs.verify == pytest.approx({1: 1.0, 3: 1.1, 5: 1.2, 7: 1.3})
+        and costs.draft_more == pytest.approx(0.1)
+        and costs.gate == pytest.approx(0.01)
+        and costs.plain == pytest.approx(1.0)
+    )
     assert calls == [(prompt, depth) for prompt in "abababa" for depth in (1, 2, 3, 0)]

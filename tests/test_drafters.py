@@ -31,7 +31,11 @@ def whole_stages_of(drafter, tokens, features, origins, count, start=0):
     state, stages = drafter.begin(Context(tokens, features, start), origins), []
     for number in range(count):
         anchors = origins + number * drafter.k
-        stages.append(drafter.stage(state, text_at(tokens, anchors), lambda step, _, anchors=anchors: text_at(tokens, anchors + step + 1)))
+        stages.append(
+            drafter.stage(
+                state, text_at(tokens, anchors), lambda step, _, anchors=anchors: text_at(tokens, anchors + step + 1)
+            )
+        )
         state = stages[-1].state
     return stages
 
@@ -48,9 +52,15 @@ RULES = [(None, False), (None, True), (7, True), (7, False), (1, True), (200, Fa
 def attended(length=40, branches=9, slots=4, drafted=8, dtype=torch.float64, documents=True):
     """Queries, context, own rows and sight of random branches; two documents stand in each row."""
     generator = torch.Generator().manual_seed(3)
+
     def make(*shape):
         return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
-    queries, context, own = make(2, branches, slots, 6, 16), KV(make(2, length, 2, 16), make(2, length, 2, 16)), KV(make(2, branches, drafted, 2, 16), make(2, branches, drafted, 2, 16))
+
+    queries, context, own = (
+        make(2, branches, slots, 6, 16),
+        KV(make(2, length, 2, 16), make(2, length, 2, 16)),
+        KV(make(2, branches, drafted, 2, 16), make(2, branches, drafted, 2, 16)),
+    )
     first = torch.where(torch.arange(branches) % 2 == 1, 17, 0).expand(2, -1) * documents
     origin = first + torch.randint(0, length - 17, (2, branches), generator=generator)
     origin[0, 0] = first[0, 0]  # sees nothing
@@ -64,8 +74,10 @@ def attention_by_hand(queries, context, own, sight, window, causal):
     for row in range(len(queries)):
         for branch in range(queries.shape[1]):
             first, origin = int(sight.first[row, branch]), int(sight.origin[row, branch])
-            keys, values = (torch.cat([shared[row, first:origin], mine[row, branch]]).repeat_interleave(group, 1)
-                            for shared, mine in ((context.keys, own.keys), (context.values, own.values)))
+            keys, values = (
+                torch.cat([shared[row, first:origin], mine[row, branch]]).repeat_interleave(group, 1)
+                for shared, mine in ((context.keys, own.keys), (context.values, own.values))
+            )
             at, place = origin + torch.arange(drafted - slots, drafted), torch.arange(first, origin + drafted)
             seen = in_sight(LayerWindow(window, causal), at, place)
             scores = torch.einsum("qhe,khe->hqk", queries[row, branch], keys) / 4
@@ -86,10 +98,15 @@ def test_attention_equals_plain_softmax_by_branch(window, causal, together, monk
     monkeypatch.setattr(attention, "QUERIES", together)
     queries, context, own, sight = attended()
     inputs = (queries, context.keys, context.values, own.keys, own.values)
-    ours, plain = loop_attention(queries, context, own, sight, 0.25, window=window, causal=causal), attention_by_hand(queries, context, own, sight, window, causal)
+    ours, plain = (
+        loop_attention(queries, context, own, sight, 0.25, window=window, causal=causal),
+        attention_by_hand(queries, context, own, sight, window, causal),
+    )
     torch.testing.assert_close(ours, plain, **EXACT)
     upstream = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(4))
-    for a, b in zip(torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(plain, inputs, upstream), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(plain, inputs, upstream), strict=True
+    ):
         torch.testing.assert_close(a, b, **EXACT)
 
 
@@ -119,7 +136,9 @@ def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
         def backend(module, examples):
             compiled[function.__name__] += 1
             return module.forward
+
         return compile_by_torch(function, backend=backend, **settings)
+
     compile_by_torch = torch.compile
     monkeypatch.setattr(torch, "compile", compile_counted)
     whole, flex = attention.flex_functions.__wrapped__(True), attention.flex
@@ -131,7 +150,15 @@ def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
         queries, context, _, sight = attended(length=length, branches=branches, dtype=torch.float32)
         grouped = queries.detach().unflatten(3, (2, 3)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
         for left in dict.fromkeys((branches, branches * 2 // 3, branches // 3)):
-            context_in_blocks(grouped[:, :, :left], context.keys.detach().transpose(1, 2), context.values.detach().transpose(1, 2), sight.take(left), range(4, 8), 0.25, None)
+            context_in_blocks(
+                grouped[:, :, :left],
+                context.keys.detach().transpose(1, 2),
+                context.values.detach().transpose(1, 2),
+                sight.take(left),
+                range(4, 8),
+                0.25,
+                None,
+            )
     assert 8 < compiled["flex_attention"] < attention.FORMS / 4 and compiled["create_block_mask"] < attention.FORMS / 4
 
 
@@ -139,7 +166,10 @@ def test_autograds_thread_may_compile_as_many_forms():
     """torch's settings belong to a thread. On a GPU a backward pass has threads of its own, and computes stages again in them."""
     attention.flex(True)
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(lambda: attention.flex(True) and torch._dynamo.config.recompile_limit).result() == attention.FORMS
+        assert (
+            other.submit(lambda: attention.flex(True) and torch._dynamo.config.recompile_limit).result()
+            == attention.FORMS
+        )
 
 
 def allocated(length, branches, drafted):
@@ -169,7 +199,9 @@ def test_unrolled_equals_one_branch_at_a_time(drafter, text):
     together = stages_of(drafter, tokens, features, origins, 3)
     for row in range(2):
         for branch in range(4):
-            alone = stages_of(drafter, tokens[row:row + 1], features[row:row + 1], origins[row:row + 1, branch:branch + 1], 3)
+            alone = stages_of(
+                drafter, tokens[row : row + 1], features[row : row + 1], origins[row : row + 1, branch : branch + 1], 3
+            )
             for a, b in zip(together, alone, strict=True):
                 torch.testing.assert_close(a[row, branch], b[0, 0], **EXACT)
 
@@ -181,7 +213,9 @@ def test_context_cut_at_the_origin_changes_nothing(drafter, text):
     state, cut = drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])), []
     for number in range(3):
         anchor = tokens[:1, 7 + number * drafter.k]
-        stage = drafter.stage(state, anchor[None], lambda step, _, number=number: tokens[:1, 7 + number * drafter.k + step + 1][None])
+        stage = drafter.stage(
+            state, anchor[None], lambda step, _, number=number: tokens[:1, 7 + number * drafter.k + step + 1][None]
+        )
         cut.append(stage.hidden)
         state = stage.state
     for a, b in zip(masked, cut, strict=True):
@@ -244,10 +278,14 @@ def test_taken_branches_equal_the_first_of_all(drafter, text):
     tokens, features, _ = text
     origins = torch.tensor([[3, 8, 12]])
     state = drafter.begin(Context(tokens[:1], features[:1]), origins)
-    first = drafter.stage(state, tokens[:1].gather(1, origins), lambda step, _: tokens[:1].gather(1, origins + step + 1))
+    first = drafter.stage(
+        state, tokens[:1].gather(1, origins), lambda step, _: tokens[:1].gather(1, origins + step + 1)
+    )
     anchors = tokens[:1].gather(1, origins + drafter.k)
+
     def feed(count):
         return lambda step, _: tokens[:1].gather(1, origins + drafter.k + step + 1)[:, :count]
+
     every = drafter.stage(first.state, anchors, feed(3)).hidden
     two = drafter.stage(take(first.state, 2), anchors[:, :2], feed(2)).hidden
     torch.testing.assert_close(two, every[:, :2], **EXACT)
@@ -256,7 +294,12 @@ def test_taken_branches_equal_the_first_of_all(drafter, text):
 def test_decoded_stage_equals_unrolled(drafter, text):
     """The live loop's own drafting, fed back as text, gives the same logits when unrolled."""
     tokens, features, _ = text
-    state, anchor, drafted, logits = drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])), int(tokens[0, 7]), [], []
+    state, anchor, drafted, logits = (
+        drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])),
+        int(tokens[0, 7]),
+        [],
+        [],
+    )
     for _ in range(3):
         stage = draft_stage(drafter, GREEDY, Chance(), state, anchor)
         drafted, state, anchor = drafted + stage.tokens, stage.state, stage.tokens[-1]
@@ -266,7 +309,9 @@ def test_decoded_stage_equals_unrolled(drafter, text):
     unrolled = whole_stages_of(drafter, written, torch.cat([features[:1, :7], filler], dim=1), torch.tensor([[7]]), 3)
     for number, (decoded, stage) in enumerate(zip(logits, unrolled, strict=True)):
         start = 7 + number * drafter.k
-        again = drafter.rescore(stage, written[:, start:start + 1], written[:, None, start + 1:start + 1 + drafter.k])
+        again = drafter.rescore(
+            stage, written[:, start : start + 1], written[:, None, start + 1 : start + 1 + drafter.k]
+        )
         torch.testing.assert_close(again[0, 0], decoded, **EXACT)
 
 
@@ -277,7 +322,11 @@ def test_rescoring_a_whole_stage_equals_speaking_token_by_token(drafter, text):
     stage = whole_stages_of(drafter, tokens[:1], features[:1], origins, 1)[0]
     if stage.tokens is not None:
         pytest.skip("a chain has no token head")
-    anchors, said, seen = text_at(tokens[:1], origins), torch.randint(60, 240, (1, 3, drafter.k), generator=torch.Generator().manual_seed(2)), []
+    anchors, said, seen = (
+        text_at(tokens[:1], origins),
+        torch.randint(60, 240, (1, 3, drafter.k), generator=torch.Generator().manual_seed(2)),
+        [],
+    )
 
     def dictate(logits):
         seen.append(logits if logits.dim() == 4 else logits[:, :, None])
@@ -293,32 +342,47 @@ def test_a_head_hears_only_the_tokens_before(drafter, text):
     stage = whole_stages_of(drafter, tokens[:1], features[:1], torch.tensor([[6]]), 1)[0]
     if not hasattr(drafter, "codes"):
         pytest.skip("no token head")
-    anchors, said = tokens[:1, 6:7], tokens[:1, None, 7:7 + drafter.k]
+    anchors, said = tokens[:1, 6:7], tokens[:1, None, 7 : 7 + drafter.k]
     before, trust = drafter.rescore(stage, anchors, said), drafter.confidence(stage, anchors, said)
     for changed in range(drafter.k):
         other = said.clone()
         other[..., changed] = 59
         after = drafter.rescore(stage, anchors, other)
-        hears = {"vanilla": 1, "gated": 1}.get(getattr(drafter.shape, "markov_head_type", ""), drafter.k)  # how far back a slot listens
+        hears = {"vanilla": 1, "gated": 1}.get(
+            getattr(drafter.shape, "markov_head_type", ""), drafter.k
+        )  # how far back a slot listens
         for slot in range(drafter.k):
             differs = changed < slot <= changed + hears and slot >= getattr(drafter.shape, "pure_draft_prefix_len", 0)
             assert torch.equal(before[:, :, slot], after[:, :, slot]) != differs
             if trust is not None and drafter.shape.confidence_with_markov:
-                assert torch.equal(trust[..., slot], drafter.confidence(stage, anchors, other)[..., slot]) == (slot != changed + 1)
+                assert torch.equal(trust[..., slot], drafter.confidence(stage, anchors, other)[..., slot]) == (
+                    slot != changed + 1
+                )
 
 
 def test_save_load_identical(variant, tiny_target, text, tmp_path):
     tokens, features, _ = text
     drafter = make_drafter(variant, tiny_target)
-    save_drafter(drafter, tmp_path, section={"state": drafter.shape.state, "slot": drafter.shape.slot}, target=tiny_target.spec, dtype=torch.float64)
+    save_drafter(
+        drafter,
+        tmp_path,
+        section={"state": drafter.shape.state, "slot": drafter.shape.slot},
+        target=tiny_target.spec,
+        dtype=torch.float64,
+    )
     again = load_drafter(tmp_path, settings_of(variant), drafter.head, dtype=torch.float64)
     assert again.shape == drafter.shape
     origins = torch.tensor([[3, 9]])
-    for a, b in zip(stages_of(drafter, tokens[:1], features[:1], origins, 2), stages_of(again, tokens[:1], features[:1], origins, 2), strict=True):
+    for a, b in zip(
+        stages_of(drafter, tokens[:1], features[:1], origins, 2),
+        stages_of(again, tokens[:1], features[:1], origins, 2),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
 # The paper's Eq. 3, recomputed without caches, branches or shared code: one origin, plain loops over layers.
+
 
 def rms(rows, eps, gain=1.0):
     return rows / (rows.pow(2).mean(-1, keepdim=True) + eps).sqrt() * gain
@@ -334,10 +398,10 @@ def rotated(heads, positions, rope):
     turned = int(size * rope.part) if rope.kind == "default" else size
     frequencies = rope.theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
     if rope.kind == "proportional":
-        frequencies[int(rope.part * size / 2):] = 0
+        frequencies[int(rope.part * size / 2) :] = 0
     angle = positions.double()[:, None] * frequencies
     cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
-    a, b = heads[..., :turned // 2], heads[..., turned // 2:turned]
+    a, b = heads[..., : turned // 2], heads[..., turned // 2 : turned]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, heads[..., turned:]], dim=-1)
 
 
@@ -353,8 +417,10 @@ def projected(w, name, rows):
 
 def keys_and_values(w, prefix, sizes, rows, positions):
     """[K, G, E] twice, as each architecture makes them."""
+
     def heads(name):
         return projected(w, f"{prefix}.{name}_proj", rows).view(len(rows), sizes.num_key_value_heads, sizes.head_dim)
+
     k = heads("k")
     v = k if sizes.keys_are_values else heads("v")
     if sizes.architecture == "gemma4":
@@ -367,7 +433,11 @@ def keys_and_values(w, prefix, sizes, rows, positions):
 def mix(w, prefix, sizes, query_rows, query_positions, k, v, seen):
     """Plain softmax attention, query by query and head by head; seen [Q, K] says which keys a query may look at."""
     q = projected(w, f"{prefix}.q_proj", query_rows).view(len(query_rows), sizes.num_attention_heads, -1)
-    q, gate = (q[..., :sizes.head_dim], torch.sigmoid(q[..., sizes.head_dim:])) if sizes.architecture == "qwen3_5" else (q, 1.0)
+    q, gate = (
+        (q[..., : sizes.head_dim], torch.sigmoid(q[..., sizes.head_dim :]))
+        if sizes.architecture == "qwen3_5"
+        else (q, 1.0)
+    )
     if sizes.architecture != "llama":
         q = rms(q, sizes.rms_norm_eps, gain(w, f"{prefix}.q_norm", sizes))
     q = rotated(q, query_positions, sizes.rope)
@@ -383,18 +453,26 @@ def mix(w, prefix, sizes, query_rows, query_positions, k, v, seen):
 
 def finished(w, layer, sizes, rows, mixed):
     """The residual stream behind attention and MLP."""
+
     def mlp(rows):
         inner = rows @ w[f"{layer}.mlp.gate_proj.weight"].T
-        inner = torch.nn.functional.gelu(inner, approximate="tanh") if sizes.architecture == "gemma4" else inner * torch.sigmoid(inner)
+        inner = (
+            torch.nn.functional.gelu(inner, approximate="tanh")
+            if sizes.architecture == "gemma4"
+            else inner * torch.sigmoid(inner)
+        )
         return (inner * (rows @ w[f"{layer}.mlp.up_proj.weight"].T)) @ w[f"{layer}.mlp.down_proj.weight"].T
 
     def norm(name, rows):
         return rms(rows, sizes.rms_norm_eps, gain(w, f"{layer}.{name}", sizes))
+
     if sizes.architecture != "gemma4":
         rows = rows + mixed
         return rows + mlp(norm("post_attention_layernorm", rows))
     rows = rows + norm("post_attention_layernorm", mixed)
-    return (rows + norm("post_feedforward_layernorm", mlp(norm("pre_feedforward_layernorm", rows)))) * w[f"{layer}.layer_scalar"]
+    return (rows + norm("post_feedforward_layernorm", mlp(norm("pre_feedforward_layernorm", rows)))) * w[
+        f"{layer}.layer_scalar"
+    ]
 
 
 def in_sight(sizes, query_positions, key_positions):
@@ -423,10 +501,16 @@ def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, nor
             normed = rms(rows, sizes.rms_norm_eps, gain(w, f"{layer}.input_layernorm", sizes))
             where = torch.cat([*positions, at])
             keys = keys_and_values(w, f"{layer}.self_attn", sizes, torch.cat([*entries, normed]), where)
-            rows = finished(w, layer, sizes, rows, mix(w, f"{layer}.self_attn", sizes, normed, at, *keys, in_sight(sizes, at, where)))
+            rows = finished(
+                w,
+                layer,
+                sizes,
+                rows,
+                mix(w, f"{layer}.self_attn", sizes, normed, at, *keys, in_sight(sizes, at, where)),
+            )
         out.append(rows)
         state = rows[own] if name is None else rms(rows[own], first.rms_norm_eps, gain(w, name, first))
-        entries.append(fused[anchor:anchor + drafter.k] if use_feature else state.roll(shift, 0))
+        entries.append(fused[anchor : anchor + drafter.k] if use_feature else state.roll(shift, 0))
         positions.append(anchor + torch.arange(drafter.k))
     return out
 
@@ -438,11 +522,15 @@ def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=F
 
     def normed(name, row):
         return rms(row, sizes.rms_norm_eps, gain(w, name, sizes))
+
     if hasattr(drafter, "pre_fc_norm_hidden"):
         fused, feed = features, lambda row: row if other_norm else normed("norm", row)
 
         def pair(token, hidden):
-            residual = torch.cat([normed("pre_fc_norm_embedding", token), normed("pre_fc_norm_hidden", hidden)]) @ w["fc.weight"].T
+            residual = (
+                torch.cat([normed("pre_fc_norm_embedding", token), normed("pre_fc_norm_hidden", hidden)])
+                @ w["fc.weight"].T
+            )
             return residual, normed(f"{layer}.input_layernorm", residual)
     else:
         if drafter.fc_norm is not None:
@@ -451,17 +539,22 @@ def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=F
         fused, feed = features @ w["fc.weight"].T, lambda row: normed("norm", row) if other_norm else row
 
         def pair(token, hidden):
-            return hidden, torch.cat([normed(f"{layer}.input_layernorm", token), normed(f"{layer}.hidden_norm", hidden)])
+            return hidden, torch.cat(
+                [normed(f"{layer}.input_layernorm", token), normed(f"{layer}.hidden_norm", hidden)]
+            )
+
     hidden, inputs, out = list(fused[:origin]), [], []  # hidden[p] is paired with token p + 1
     for step in range(count * drafter.k):
         row = origin - 1 + step
         inputs += [pair(embedded[p + 1], hidden[p]) for p in range(len(inputs), row + 1)]
-        keys = keys_and_values(w, f"{layer}.self_attn", sizes, torch.stack([entering for _, entering in inputs]), torch.arange(row + 1))
+        keys = keys_and_values(
+            w, f"{layer}.self_attn", sizes, torch.stack([entering for _, entering in inputs]), torch.arange(row + 1)
+        )
         seen = in_sight(sizes, torch.tensor([row]), torch.arange(row + 1))
         mixed = mix(w, f"{layer}.self_attn", sizes, inputs[row][1][None], torch.tensor([row + shift]), *keys, seen)
         out.append(finished(w, layer, sizes, inputs[row][0][None], mixed)[0])
         hidden.append(fused[row + 1] if use_feature else feed(out[-1]))
-    return [torch.stack(out[s * drafter.k:(s + 1) * drafter.k]) for s in range(count)]
+    return [torch.stack(out[s * drafter.k : (s + 1) * drafter.k]) for s in range(count)]
 
 
 def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_norm=False, use_feature=False, shift=0):
@@ -470,7 +563,11 @@ def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_no
     embedded, width = embedded_by_hand(drafter, tokens), shape.target_hidden_size
     (groups, size, _), _ = shape.shared_kv
     lent = [part.view(-1, groups, size)[:origin] for part in features[:, :-width].chunk(4, dim=-1)]
-    fed, at, out = features[origin - 1, -width:], torch.tensor([(origin - 1 if drafter.position == "last_kv" else origin) + shift]), []
+    fed, at, out = (
+        features[origin - 1, -width:],
+        torch.tensor([(origin - 1 if drafter.position == "last_kv" else origin) + shift]),
+        [],
+    )
     for step in range(count * drafter.k):
         rows = (torch.cat([embedded[origin + step], fed]) @ w["pre_projection.weight"].T)[None]
         for index, sizes in enumerate(shape.layers):
@@ -482,11 +579,17 @@ def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_no
         out.append(rows[0])
         normed = rows[0] if other_norm else rms(rows[0], shape.layers[0].rms_norm_eps, gain(w, "norm", shape.layers[0]))
         fed = features[origin + step, -width:] if use_feature else normed @ w["post_projection.weight"].T
-    return [torch.stack(out[s * drafter.k:(s + 1) * drafter.k]) for s in range(count)]
+    return [torch.stack(out[s * drafter.k : (s + 1) * drafter.k]) for s in range(count)]
 
 
 def plain_stages(drafter, *arguments, **mutation):
-    plain = plain_block_stages if hasattr(drafter, "absorb") else plain_assistant_stages if hasattr(drafter, "post_projection") else plain_chain_stages
+    plain = (
+        plain_block_stages
+        if hasattr(drafter, "absorb")
+        else plain_assistant_stages
+        if hasattr(drafter, "post_projection")
+        else plain_chain_stages
+    )
     return plain(drafter, *arguments, **mutation)
 
 
@@ -512,7 +615,10 @@ def test_a_wrong_equation_is_told_apart(drafter, text, mutation):
 
 def gru(w, memory, row):
     """One step of torch's GRU: reset, update, new."""
-    (reset, update, new), (past_reset, past_update, past_new) = (w["prefix_gru.weight_ih_l0"] @ row).chunk(3), (w["prefix_gru.weight_hh_l0"] @ memory).chunk(3)
+    (reset, update, new), (past_reset, past_update, past_new) = (
+        (w["prefix_gru.weight_ih_l0"] @ row).chunk(3),
+        (w["prefix_gru.weight_hh_l0"] @ memory).chunk(3),
+    )
     kept = torch.sigmoid(update + past_update)
     return kept * memory + (1 - kept) * torch.tanh(new + torch.sigmoid(reset + past_reset) * past_new)
 
@@ -525,13 +631,20 @@ def plain_correction(drafter, normed, anchor, said):
         if hasattr(shape, "gru_hidden_dim"):
             memory = gru(w, memory, embedded_by_hand(drafter, torch.tensor(token)))
             inner = w["embed_proj.0.weight"] @ torch.cat([row, memory])
-            out.append(w["embed_proj.2.weight"] @ (inner * torch.sigmoid(inner)) * (slot >= shape.pure_draft_prefix_len))
+            out.append(
+                w["embed_proj.2.weight"] @ (inner * torch.sigmoid(inner)) * (slot >= shape.pure_draft_prefix_len)
+            )
             continue
         code = embedded = w["markov_head.markov_w1.weight"][token]
         if shape.markov_head_type == "gated":
-            code = embedded * torch.sigmoid(w["markov_head.gate_proj.weight"] @ torch.cat([row, embedded]) + w["markov_head.gate_proj.bias"])
+            code = embedded * torch.sigmoid(
+                w["markov_head.gate_proj.weight"] @ torch.cat([row, embedded]) + w["markov_head.gate_proj.bias"]
+            )
         if shape.markov_head_type == "rnn":
-            joint = w["markov_head.joint_proj.weight"] @ torch.cat([memory, embedded, row]) + w["markov_head.joint_proj.bias"]
+            joint = (
+                w["markov_head.joint_proj.weight"] @ torch.cat([memory, embedded, row])
+                + w["markov_head.joint_proj.bias"]
+            )
             gate, candidate, said_now = joint.chunk(3)
             memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
             code = torch.tanh(said_now)
@@ -543,7 +656,7 @@ def plain_head(drafter, rows, anchor, said):
     """Logits [k, V] and confidence [k] of a stage's final states [W, D] that says these tokens."""
     w, shape, first = drafter.state_dict(), drafter.shape, drafter.shape.layers[0]
     if shape.alignment:
-        rows = rows[1:1 + drafter.k] if shape.alignment == "fill_in" else rows[:drafter.k]
+        rows = rows[1 : 1 + drafter.k] if shape.alignment == "fill_in" else rows[: drafter.k]
     normed = rms(rows, first.rms_norm_eps, gain(w, "norm", first))
     kept = slice(None) if drafter.kept_ids() is None else drafter.kept_ids()
     logits = normed @ w.get("lm_head.weight", w.get("embed_tokens.weight", drafter.head.lm_head_weight[kept])).T
@@ -553,7 +666,11 @@ def plain_head(drafter, rows, anchor, said):
         logits = logits + plain_correction(drafter, normed, anchor, said)  # behind the softcap
     if "confidence_head.proj.weight" not in w:
         return logits, None
-    inputs = torch.cat([normed, w["markov_head.markov_w1.weight"][[anchor, *said[:-1]]]], dim=-1) if shape.confidence_with_markov else normed
+    inputs = (
+        torch.cat([normed, w["markov_head.markov_w1.weight"][[anchor, *said[:-1]]]], dim=-1)
+        if shape.confidence_with_markov
+        else normed
+    )
     return logits, (inputs @ w["confidence_head.proj.weight"].T + w["confidence_head.proj.bias"])[:, 0]
 
 
@@ -561,8 +678,10 @@ def assert_heads_equal(drafter, tokens, features, origin):
     stage = whole_stages_of(drafter, tokens[:1], features[:1], torch.tensor([[origin]]), 1)[0]
     said = torch.randint(60, 240, (1, 1, drafter.k), generator=torch.Generator().manual_seed(4))
     logits, confidence = plain_head(drafter, stage.hidden[0, 0], int(tokens[0, origin]), said[0, 0].tolist())
-    torch.testing.assert_close(drafter.rescore(stage, tokens[:1, origin:origin + 1], said)[0, 0], logits, rtol=0, atol=1e-6)
-    trust = drafter.confidence(stage, tokens[:1, origin:origin + 1], said)
+    torch.testing.assert_close(
+        drafter.rescore(stage, tokens[:1, origin : origin + 1], said)[0, 0], logits, rtol=0, atol=1e-6
+    )
+    trust = drafter.confidence(stage, tokens[:1, origin : origin + 1], said)
     assert (trust is None) == (confidence is None)
     if trust is not None:
         torch.testing.assert_close(trust[0, 0], confidence, rtol=0, atol=1e-6)
@@ -581,55 +700,91 @@ def heads(count, groups, size, layers=None, **more):
 
 
 def sliding(window, causal, **more):
-    return lambda shape: replace(shape, layers=tuple(replace(layer, window=window, causal=causal, **more) for layer in shape.layers))
+    return lambda shape: replace(
+        shape, layers=tuple(replace(layer, window=window, causal=causal, **more) for layer in shape.layers)
+    )
 
 
 def mixed_gemma4(shape):
     """A sliding layer in front of a full one, each with heads and rotary positions of its own."""
-    slides = replace(shape.layers[0], window=3, causal=True, keys_are_values=False, head_dim=8, num_key_value_heads=2, rope=Rope(500.0))
+    slides = replace(
+        shape.layers[0],
+        window=3,
+        causal=True,
+        keys_are_values=False,
+        head_dim=8,
+        num_key_value_heads=2,
+        rope=Rope(500.0),
+    )
     return replace(shape, layers=(slides, *shape.layers[1:]))
 
 
-@pytest.mark.parametrize("variant, change", [
-    ("dflash-fill_in", heads(3, 1, 6)), ("dflash-shifted", heads(5, 5, 10, layers=1)), ("dflash-shifted", heads(6, 2, 4, attention_bias=True)),
-    ("dflash-fill_in", sliding(2, True)), ("dflash-fill_in", sliding(2, False)), ("dflash-shifted", sliding(1, True)), ("dflash-shifted", sliding(100, True)),
-    ("dflash-fill_in", lambda shape: replace(shape, layers=tuple(replace(layer, causal=True) for layer in shape.layers))),
-    ("dflash-gemma4", heads(3, 3, 12, keys_are_values=False)),
-    ("dspark-gemma4", mixed_gemma4), ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=0)),
-    ("domino-fill_in", lambda shape: replace(shape, pure_draft_prefix_len=2)),
-    ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=9)),
-    ("domino-fill_in", lambda shape: replace(shape, num_draft_tokens=2, emb_dim=5, gru_hidden_dim=3)),
-    ("dspark-rnn", lambda shape: replace(shape, markov_rank=5)), ("dspark-gated", lambda shape: replace(shape, markov_rank=1)),
-    ("dspark-vanilla", lambda shape: replace(shape, alignment="fill_in")),
-    ("eagle3-deepspec", heads(5, 1, 6)), ("eagle3-deepspec", sliding(3, True)), ("eagle3-gemma4", heads(2, 2, 24, keys_are_values=False)),
-    ("mtp", heads(3, 1, 16, rope=Rope(1e7, part=0.25))),
-    ("mtp_assistant", sliding(2, True)), ("mtp_assistant-bonus", lambda shape: shape),
-    ("mtp_assistant-bonus", lambda shape: replace(shape, layers=shape.layers[1:2])),
-])
+@pytest.mark.parametrize(
+    "variant, change",
+    [
+        ("dflash-fill_in", heads(3, 1, 6)),
+        ("dflash-shifted", heads(5, 5, 10, layers=1)),
+        ("dflash-shifted", heads(6, 2, 4, attention_bias=True)),
+        ("dflash-fill_in", sliding(2, True)),
+        ("dflash-fill_in", sliding(2, False)),
+        ("dflash-shifted", sliding(1, True)),
+        ("dflash-shifted", sliding(100, True)),
+        (
+            "dflash-fill_in",
+            lambda shape: replace(shape, layers=tuple(replace(layer, causal=True) for layer in shape.layers)),
+        ),
+        ("dflash-gemma4", heads(3, 3, 12, keys_are_values=False)),
+        ("dspark-gemma4", mixed_gemma4),
+        ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=0)),
+        ("domino-fill_in", lambda shape: replace(shape, pure_draft_prefix_len=2)),
+        ("domino-shifted", lambda shape: replace(shape, pure_draft_prefix_len=9)),
+        ("domino-fill_in", lambda shape: replace(shape, num_draft_tokens=2, emb_dim=5, gru_hidden_dim=3)),
+        ("dspark-rnn", lambda shape: replace(shape, markov_rank=5)),
+        ("dspark-gated", lambda shape: replace(shape, markov_rank=1)),
+        ("dspark-vanilla", lambda shape: replace(shape, alignment="fill_in")),
+        ("eagle3-deepspec", heads(5, 1, 6)),
+        ("eagle3-deepspec", sliding(3, True)),
+        ("eagle3-gemma4", heads(2, 2, 24, keys_are_values=False)),
+        ("mtp", heads(3, 1, 16, rope=Rope(1e7, part=0.25))),
+        ("mtp_assistant", sliding(2, True)),
+        ("mtp_assistant-bonus", lambda shape: shape),
+        ("mtp_assistant-bonus", lambda shape: replace(shape, layers=shape.layers[1:2])),
+    ],
+)
 def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
     """Heads that do not divide D, one key head, windows smaller than a block and larger than the text, other prefixes and ranks."""
     shape, generator = change(shape_of(variant, tiny_target)), torch.Generator().manual_seed(1)
     drafter = make_drafter(variant, tiny_target, shape=shape)
     tokens = torch.randint(60, 240, (1, 25), generator=generator)
     read = tiny_target.read(tokens[:, :-1], reads=shape.reads).features
-    features = torch.randn(read.shape, generator=generator, dtype=read.dtype)  # of any target: this one lends one layer's keys twice
+    features = torch.randn(
+        read.shape, generator=generator, dtype=read.dtype
+    )  # of any target: this one lends one layer's keys twice
     ours = stages_of(drafter, tokens, features, torch.tensor([[6]]), 3)
     for a, b in zip(ours, plain_stages(drafter, tokens[0], features[0], 6, 3), strict=True):
         torch.testing.assert_close(a[0, 0], b, rtol=0, atol=1e-6)
-    together = stages_of(drafter, tokens, features, torch.tensor([[9, 6]]), 3)  # without decoding's short cut for one branch
+    together = stages_of(
+        drafter, tokens, features, torch.tensor([[9, 6]]), 3
+    )  # without decoding's short cut for one branch
     for a, b in zip(ours, together, strict=True):
         torch.testing.assert_close(a[0, 0], b[0, 1], **EXACT)
     assert_heads_equal(drafter, tokens, features, 6)
-    save_drafter(drafter, tmp_path, section={"state": shape.state, "slot": shape.slot}, target=None, dtype=torch.float64)
+    save_drafter(
+        drafter, tmp_path, section={"state": shape.state, "slot": shape.slot}, target=None, dtype=torch.float64
+    )
     settings = settings_of(variant)
     settings = replace(settings, alignment=shape.alignment) if shape.alignment else settings
     again = load_drafter(tmp_path, settings, drafter.head, dtype=torch.float64)
-    assert again.shape == shape and all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    assert again.shape == shape and all(
+        torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items()
+    )
 
 
 def test_ids_of_the_draft_vocabulary_are_those_kept_of_the_targets(drafter):
     """Row i of the logits is the i-th kept token, for what is drafted and for what the target teaches."""
-    rows = torch.arange(drafter.shape.draft_vocab_size if hasattr(drafter.shape, "draft_vocab_size") else drafter.shape.vocab_size)
+    rows = torch.arange(
+        drafter.shape.draft_vocab_size if hasattr(drafter.shape, "draft_vocab_size") else drafter.shape.vocab_size
+    )
     reduced = getattr(drafter, "t2d", None) is not None
     kept = torch.arange(50, 250) if reduced else rows  # as make_drafter keeps them
     assert torch.equal(drafter.token_ids(rows), kept) and torch.equal(drafter.token_ids(rows.flip(0)), kept.flip(0))

@@ -10,7 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dloop_train.checkpoints.files import layout_modules, load_drafter, read_config, read_shape, read_tensors, save_drafter
+from dloop_train.checkpoints.files import (
+    layout_modules,
+    load_drafter,
+    read_config,
+    read_shape,
+    read_tensors,
+    save_drafter,
+)
 from dloop_train.checkpoints.parts import checked_maps
 from dloop_train.config import build, option
 from dloop_train.drafters.base import DrafterConfig
@@ -74,7 +81,11 @@ def test_a_fault_is_told(folder, fault, monkeypatch):
         return drafter
 
     if fault == "offset":
-        monkeypatch.setattr(Attention, "forward", lambda self, rows, places, *rest: right(self, rows, Places(places.positions + 1), *rest))
+        monkeypatch.setattr(
+            Attention,
+            "forward",
+            lambda self, rows, places, *rest: right(self, rows, Places(places.positions + 1), *rest),
+        )
     monkeypatch.setattr(sys.modules[__name__], "load_drafter", faulty)
     with pytest.raises(AssertionError):
         CHECKS[layout](folder, load_file(folder / "io.safetensors"))
@@ -100,7 +111,9 @@ def zlab_dflash(folder, io):
 def one_block(drafter, io):
     """The stage of a block drafter behind the context, from the anchor at its end."""
     length = io["target_hidden"].shape[1]
-    state = drafter.begin(Context(torch.zeros(1, length + 1, dtype=torch.long), io["target_hidden"]), torch.tensor([[length]]))
+    state = drafter.begin(
+        Context(torch.zeros(1, length + 1, dtype=torch.long), io["target_hidden"]), torch.tensor([[length]])
+    )
     return drafter.stage(state, io["anchor"])
 
 
@@ -141,7 +154,9 @@ def deepspec_dspark(folder, io):
 def specforge_domino(folder, io):
     """The public implementation drafts W - 1 tokens whatever the alignment; its logits are those of all W slots, of which a fill-in block predicts from slot 1 on."""
     head, shape = TargetHead(io["target_embed_tokens"], io["target_lm_head"]), read_shape(folder)
-    drafter = load_drafter(folder, DominoConfig(alignment=shape.alignment, num_draft_tokens=io["draft_tokens"].shape[1]), head)
+    drafter = load_drafter(
+        folder, DominoConfig(alignment=shape.alignment, num_draft_tokens=io["draft_tokens"].shape[1]), head
+    )
     stage = one_block(drafter, io)
     close(drafter.norm(stage.hidden[:, 0]), io["block_hidden"], "block_hidden")
     close(drafter.logits(stage.hidden[:, 0]), io["base_logits"], "base_logits")
@@ -149,23 +164,33 @@ def specforge_domino(folder, io):
     assert torch.equal(tokens, io["draft_tokens"])
     whole = load_drafter(folder, DominoConfig(alignment=shape.alignment), head)
     final = io["final_logits"][:, whole.predicts]
-    close(logits, final[:, :tokens.shape[1]], "final_logits")
-    more = torch.cat([tokens, tokens[:, :1]], dim=1)[:, None, :whole.k]  # the last token is read by no slot
-    close(whole.rescore(one_block(whole, io), io["anchor"], more)[:, 0], final, "final_logits of all slots that predict")
+    close(logits, final[:, : tokens.shape[1]], "final_logits")
+    more = torch.cat([tokens, tokens[:, :1]], dim=1)[:, None, : whole.k]  # the last token is read by no slot
+    close(
+        whole.rescore(one_block(whole, io), io["anchor"], more)[:, 0], final, "final_logits of all slots that predict"
+    )
 
 
 def qwen35_mtp(folder, io):
     """context_hidden[:, t] is the row of (input_ids[:, t + 1], target_final_hidden[:, t]); the chain goes on from the last of them."""
-    head, length, steps = TargetHead(**read_head_tensors(folder)), io["context_hidden"].shape[1], io["chain_tokens"].shape[1]
+    head, length, steps = (
+        TargetHead(**read_head_tensors(folder)),
+        io["context_hidden"].shape[1],
+        io["chain_tokens"].shape[1],
+    )
     drafter = load_drafter(folder, MTPConfig(tokens_per_stage=steps + 1), head)
-    ids, context = io["input_ids"], Context(io["input_ids"][:, :length + 1], io["target_final_hidden"][:, :length])
+    ids, context = io["input_ids"], Context(io["input_ids"][:, : length + 1], io["target_final_hidden"][:, :length])
 
     def greedy(step, hidden):
         return drafter.logits(hidden).argmax(-1)
 
     rows = drafter.begin(context, torch.arange(1, length + 1)[None])
-    close(drafter.norm(drafter.stage(rows, ids[:, 1:length + 1], greedy).hidden[:, :, 0]), io["context_hidden"], "context_hidden")
-    stage = drafter.stage(drafter.begin(context, torch.tensor([[length]])), ids[:, length:length + 1], greedy)
+    close(
+        drafter.norm(drafter.stage(rows, ids[:, 1 : length + 1], greedy).hidden[:, :, 0]),
+        io["context_hidden"],
+        "context_hidden",
+    )
+    stage = drafter.stage(drafter.begin(context, torch.tensor([[length]])), ids[:, length : length + 1], greedy)
     assert torch.equal(stage.tokens[0, :, :steps], io["chain_tokens"])
     close(drafter.logits(stage.hidden[0, :, :steps]), io["chain_logits"], "chain_logits")
     close(drafter.norm(stage.hidden[0, :, 1:]), io["chain_hidden"], "chain_hidden")
@@ -174,15 +199,29 @@ def qwen35_mtp(folder, io):
 def gemma4_assistant(folder, io, known=20):
     """Rows 0..19 are known, the id at 20 is the bonus token; both conventions of its position."""
     config = json.loads((folder / "target" / "config.json").read_text())
-    head = TargetHead(**read_head_tensors(folder / "target"), embed_scale=config["hidden_size"] ** 0.5, softcap=config["final_logit_softcapping"])
+    head = TargetHead(
+        **read_head_tensors(folder / "target"),
+        embed_scale=config["hidden_size"] ** 0.5,
+        softcap=config["final_logit_softcapping"],
+    )
     close(head.logits(io["target_final_hidden"]), io["target_logits"], "target_logits")
-    rows = [io[f"{kind}_attention_{what}"].transpose(1, 2).flatten(2) for kind in ("sliding", "full") for what in ("keys", "values")]
+    rows = [
+        io[f"{kind}_attention_{what}"].transpose(1, 2).flatten(2)
+        for kind in ("sliding", "full")
+        for what in ("keys", "values")
+    ]
     features = torch.cat([*rows, io["target_final_hidden"]], dim=-1)[:, :known]
     for position in POSITIONS:
         tokens = io[f"chain_tokens_{position}"]
-        drafter = load_drafter(folder / "assistant", AssistantConfig(tokens_per_stage=tokens.shape[1], draft_position=position), head)
-        state = drafter.begin(Context(io["input_ids"][:, :known + 1], features), torch.tensor([[known]]))
-        stage = drafter.stage(state, io["input_ids"][:, known:known + 1], lambda step, hidden, drafter=drafter: drafter.logits(hidden).argmax(-1))
+        drafter = load_drafter(
+            folder / "assistant", AssistantConfig(tokens_per_stage=tokens.shape[1], draft_position=position), head
+        )
+        state = drafter.begin(Context(io["input_ids"][:, : known + 1], features), torch.tensor([[known]]))
+        stage = drafter.stage(
+            state,
+            io["input_ids"][:, known : known + 1],
+            lambda step, hidden, drafter=drafter: drafter.logits(hidden).argmax(-1),
+        )
         assert torch.equal(stage.tokens[0], tokens)
         close(drafter.logits(stage.hidden[0]), io[f"chain_logits_{position}"], f"chain_logits_{position}")
         close(drafter.feedback(stage.hidden[0]), io[f"chain_feedback_{position}"], f"chain_feedback_{position}")
@@ -200,7 +239,7 @@ def specforge_eagle3(folder, io):
     state = drafter.begin(Context(tokens, features), origins)
 
     def text(step, hidden):  # ids shifted left by one more at each step, zero filled
-        return torch.cat([shifted[:, step + 1:], torch.zeros(batch, step + 1, dtype=torch.long)], dim=1)[:, :length]
+        return torch.cat([shifted[:, step + 1 :], torch.zeros(batch, step + 1, dtype=torch.long)], dim=1)[:, :length]
 
     stage = drafter.stage(state, shifted, text)
     for step in range(steps):
@@ -229,8 +268,19 @@ def deepspec_eagle3(folder, io):
     close(stage.hidden[0, :, 1:], io["chain_hidden"], "chain_hidden")
 
 
-CHECKS = {function.__name__: function for function in (zlab_dflash, deepspec_dflash, deepspec_dspark, specforge_domino, specforge_eagle3, deepspec_eagle3,
-                                                       qwen35_mtp, gemma4_assistant)}
+CHECKS = {
+    function.__name__: function
+    for function in (
+        zlab_dflash,
+        deepspec_dflash,
+        deepspec_dspark,
+        specforge_domino,
+        specforge_eagle3,
+        deepspec_eagle3,
+        qwen35_mtp,
+        gemma4_assistant,
+    )
+}
 
 
 WITHOUT_FOLDER = {"speculators_dflash", "speculators_dspark"}
@@ -248,7 +298,9 @@ def test_save_back(folder, tmp_path):
     require_saved_back(drafter_folder(folder), layout_name(folder), tmp_path)
 
 
-@pytest.mark.skipif(not (GOLDEN / "specforge_eagle3_llama").is_dir(), reason=f"no golden EAGLE-3 folder in {GOLDEN}; set DLOOP_GOLDEN")
+@pytest.mark.skipif(
+    not (GOLDEN / "specforge_eagle3_llama").is_dir(), reason=f"no golden EAGLE-3 folder in {GOLDEN}; set DLOOP_GOLDEN"
+)
 def test_save_back_of_a_whole_vocabulary_leaves_out_its_maps(tmp_path):
     """The reduced file is the one above; here its head has a row for every token and its maps name all of them, so they carry nothing."""
     place = tmp_path / "whole"
@@ -258,15 +310,27 @@ def test_save_back_of_a_whole_vocabulary_leaves_out_its_maps(tmp_path):
     assert config["draft_vocab_size"] < size
     (place / "config.json").write_text(json.dumps(config | {"draft_vocab_size": size}))
     tensors = load_file(place / "model.safetensors")
-    head = torch.randn(size, tensors["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)).to(tensors["lm_head.weight"].dtype)
-    save_file(tensors | {"lm_head.weight": head, "d2t": torch.zeros(size, dtype=torch.int64), "t2d": torch.ones(size, dtype=torch.bool)}, place / "model.safetensors")
+    head = torch.randn(size, tensors["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)).to(
+        tensors["lm_head.weight"].dtype
+    )
+    save_file(
+        tensors
+        | {
+            "lm_head.weight": head,
+            "d2t": torch.zeros(size, dtype=torch.int64),
+            "t2d": torch.ones(size, dtype=torch.bool),
+        },
+        place / "model.safetensors",
+    )
     require_saved_back(place, "specforge_eagle3", tmp_path / "back")
     assert not {"d2t", "t2d"} & load_file(tmp_path / "back" / "model.safetensors").keys()
 
 
 def require_saved_back(place: Path, name: str, out: Path) -> None:
     shape, module = read_shape(place), layout_modules()[name]
-    family = build(option("drafter", module.FAMILY) | ({"alignment": shape.alignment} if shape.alignment else {}), DrafterConfig)
+    family = build(
+        option("drafter", module.FAMILY) | ({"alignment": shape.alignment} if shape.alignment else {}), DrafterConfig
+    )
     drafter = load_drafter(place, family, None)
     save_drafter(drafter, out, section={}, target=None, dtype=torch.float32)
     before, after = (read_tensors(where, getattr(module, "PREFIX", "")) for where in (place, out))

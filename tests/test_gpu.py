@@ -14,14 +14,30 @@ from dloop_train.types import KV, Context, TargetSpec
 @pytest.mark.parametrize("family", ["dflash", "domino", "dspark"])
 def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
     """Random weights: two looped stages of 64 branches, finite, and within bf16's noise of fp32."""
-    config = composed(f"+drafter={family}", "+target=qwen3_4b", "++drafter.init=scratch", "++drafter.layers=5", f"++drafter.width={7 if family == 'dspark' else 16}")
+    config = composed(
+        f"+drafter={family}",
+        "+target=qwen3_4b",
+        "++drafter.init=scratch",
+        "++drafter.layers=5",
+        f"++drafter.width={7 if family == 'dspark' else 16}",
+    )
     sizes = config.target.config
-    spec = TargetSpec(name="qwen3_4b", revision="", hidden_size=sizes["hidden_size"], num_layers=sizes["num_hidden_layers"], vocab_size=sizes["vocab_size"],
-                      mask_token_id=config.target.mask_token_id, stop_ids=(0,), text_config=sizes)
+    spec = TargetSpec(
+        name="qwen3_4b",
+        revision="",
+        hidden_size=sizes["hidden_size"],
+        num_layers=sizes["num_hidden_layers"],
+        vocab_size=sizes["vocab_size"],
+        mask_token_id=config.target.mask_token_id,
+        stop_ids=(0,),
+        text_config=sizes,
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         table = torch.randn(spec.vocab_size, spec.hidden_size) * 0.02
-        drafter = config.drafter.build(config.drafter.shape(spec, config.target.taps["block"]), TargetHead(table, table)).eval()
+        drafter = config.drafter.build(
+            config.drafter.shape(spec, config.target.taps["block"]), TargetHead(table, table)
+        ).eval()
         tokens = torch.randint(spec.vocab_size, (1, 513))
         features = torch.randn(1, 512, len(config.target.taps["block"]) * spec.hidden_size)
         origins = torch.arange(100, 484, 6)[None]
@@ -39,21 +55,53 @@ def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("window, causal, size, branches", [(None, False, 64, 96), (24, True, 64, 96), (24, False, 64, 96), (None, False, 64, 20), (None, False, 256, 96), (24, True, 8, 96), (None, False, 512, 96)])
+@pytest.mark.parametrize(
+    "window, causal, size, branches",
+    [
+        (None, False, 64, 96),
+        (24, True, 64, 96),
+        (24, False, 64, 96),
+        (None, False, 64, 20),
+        (None, False, 256, 96),
+        (24, True, 8, 96),
+        (None, False, 512, 96),
+    ],
+)
 def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches):
     """FlexAttention, compiled, against the dense masks of the same rule on the CPU; its forward on a CPU is in test_drafters.py. Heads without a kernel have dense masks on both."""
     generator = torch.Generator().manual_seed(0)
-    length, slots, drafted, heads, groups = 1024, 8 if branches > 20 else 1, 16, 8, 2  # few queries have a kernel of their own
-    shapes = [(2, branches, slots, heads, size), *[(2, length, groups, size)] * 2, *[(2, branches, drafted, groups, size)] * 2]
+    length, slots, drafted, heads, groups = (
+        1024,
+        8 if branches > 20 else 1,
+        16,
+        8,
+        2,
+    )  # few queries have a kernel of their own
+    shapes = [
+        (2, branches, slots, heads, size),
+        *[(2, length, groups, size)] * 2,
+        *[(2, branches, drafted, groups, size)] * 2,
+    ]
     values = [torch.randn(shape, generator=generator) for shape in shapes]
-    origin, upstream = torch.randint(0, length, (2, branches), generator=generator), torch.randn(shapes[0], generator=generator)
+    origin, upstream = (
+        torch.randint(0, length, (2, branches), generator=generator),
+        torch.randn(shapes[0], generator=generator),
+    )
     results = []
     for device in ("cpu", "cuda"):
         inputs = [value.to(device).requires_grad_() for value in values]
         sight = Sight(origin.to(device), torch.zeros_like(origin, device=device))
         queries, keys, rows, own_keys, own_rows = inputs
         for left in (branches, branches - 17):  # the second time in a mask that is cut
-            output = loop_attention(queries[:, :left], KV(keys, rows), KV(own_keys[:, :left], own_rows[:, :left]), sight.take(left), size**-0.5, window=window, causal=causal)
+            output = loop_attention(
+                queries[:, :left],
+                KV(keys, rows),
+                KV(own_keys[:, :left], own_rows[:, :left]),
+                sight.take(left),
+                size**-0.5,
+                window=window,
+                causal=causal,
+            )
         results.append([output, *torch.autograd.grad(output, inputs, upstream[:, :left].to(device))])
     for cpu, cuda in zip(*results, strict=True):
         torch.testing.assert_close(cuda.cpu(), cpu, rtol=2e-3, atol=2e-3)
@@ -85,7 +133,11 @@ def test_a_long_text_needs_no_dense_mask():
     """4096 tokens, 512 origins of 8 slots, 32 heads: dense scores would take 4 GB in fp32, blocks take a tenth at most."""
     torch.manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
-    queries, context, own = make(1, 512, 8, 32, 128), KV(make(1, 4096, 8, 128), make(1, 4096, 8, 128)), KV(make(1, 512, 8, 8, 128), make(1, 512, 8, 8, 128))
+    queries, context, own = (
+        make(1, 512, 8, 32, 128),
+        KV(make(1, 4096, 8, 128), make(1, 4096, 8, 128)),
+        KV(make(1, 512, 8, 8, 128), make(1, 512, 8, 8, 128)),
+    )
     origin = torch.randint(1, 4096, (1, 512), device="cuda").sort().values
     sight = Sight(origin, torch.zeros_like(origin))
     loop_attention(queries, context, own, sight, 128**-0.5)  # compiles, and makes the mask

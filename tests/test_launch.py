@@ -72,16 +72,28 @@ def test_who_takes_part(tmp_path, monkeypatch):
 @pytest.mark.parametrize("phase", ["generate", "cache", "evaluate"])
 def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, monkeypatch):
     """One node and one rank, and yet not here: this may be a login node."""
+
     class Started(Exception):
         pass
 
     def started(config, name, alone=False):
         assert (name, alone) == (phase, phase == "evaluate")
         raise Started
+
     module = importlib.import_module(f"dloop_train.phases.{phase}")
     monkeypatch.setattr(module, "start_ranks", started)
     monkeypatch.setattr(module, "load_target", None)
-    for name in ("write_questions", "require_taps", "all_files", "index_of", "responses_of", "shard_files", "require_same_evaluation", "settings_of", "drafter_folders"):
+    for name in (
+        "write_questions",
+        "require_taps",
+        "all_files",
+        "index_of",
+        "responses_of",
+        "shard_files",
+        "require_same_evaluation",
+        "settings_of",
+        "drafter_folders",
+    ):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda *_: {})
     monkeypatch.setattr(module, "missing", lambda _: [0], raising=False)
@@ -96,7 +108,11 @@ def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, mo
 
 def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
     """DeepSpeed's own variable holds for the target's device and for the number of ranks."""
-    for module, name, value in ((torch.accelerator, "is_available", True), (torch.accelerator, "device_count", 4), (torch.accelerator, "current_accelerator", torch.device("cuda"))):
+    for module, name, value in (
+        (torch.accelerator, "is_available", True),
+        (torch.accelerator, "device_count", 4),
+        (torch.accelerator, "current_accelerator", torch.device("cuda")),
+    ):
         monkeypatch.setattr(module, name, lambda value=value: value)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert (ranks_of_node(0), default_device().type) == (1, "cpu")
@@ -110,12 +126,20 @@ def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "first_host", lambda: "n1")
     started = command(config_of(tmp_path), ["config.yaml", "train"])
-    assert started[0] == "srun" and {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(started)
-    assert not any("gpus" in part for part in started) and "--master-addr=n1" in started and started[-2:] == ["config.yaml", "train"]
+    assert started[0] == "srun" and {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(
+        started
+    )
+    assert (
+        not any("gpus" in part for part in started)
+        and "--master-addr=n1" in started
+        and started[-2:] == ["config.yaml", "train"]
+    )
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
     assert "--gpus-per-node=4" in command(config_of(tmp_path), [])
     alone = command(config_of(tmp_path, processes=2), [], alone=True)
-    assert {"--nodes=1", "--ntasks=1", "--standalone"} <= set(alone) and alone[alone.index("dloop_train.agent") + 1] == "1"
+    assert {"--nodes=1", "--ntasks=1", "--standalone"} <= set(alone) and alone[
+        alone.index("dloop_train.agent") + 1
+    ] == "1"
 
 
 @pytest.mark.parametrize("text, says", [("", "got none"), ("a slots=2\nb\n", "'b'"), ("a slots=two", "slots=two")])
@@ -161,7 +185,10 @@ def test_a_port_is_the_job_s_own_while_nobody_else_has_it():
 
 
 def test_hosts_are_told_no_secrets(tmp_path):
-    told = write_environment(tmp_path / "environment", {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "s", "WANDB_API_KEY": "s", "PATH": "/bin", FAILURE: "f"}).read_text()
+    told = write_environment(
+        tmp_path / "environment",
+        {"HF_HUB_OFFLINE": "1", "HF_TOKEN": "s", "WANDB_API_KEY": "s", "PATH": "/bin", FAILURE: "f"},
+    ).read_text()
     assert told == f"{FAILURE}=f\nHF_HUB_OFFLINE=1\n"
 
 
@@ -175,9 +202,16 @@ def test_the_first_cause_is_kept(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "dloop_train: train: by hand\n"
 
 
-@pytest.mark.parametrize("codes, before, after", [
-    ((1, -signal.SIGABRT), "the cause\n", "the cause"), ((-signal.SIGSEGV, -signal.SIGTERM), None, "ended by SIGSEGV"), ((1, -signal.SIGTERM), "the cause\n", "the cause"),
-    ((-signal.SIGABRT, -signal.SIGKILL), "connection closed by peer\n", "ended by SIGKILL"), ((1,), None, None)])
+@pytest.mark.parametrize(
+    "codes, before, after",
+    [
+        ((1, -signal.SIGABRT), "the cause\n", "the cause"),
+        ((-signal.SIGSEGV, -signal.SIGTERM), None, "ended by SIGSEGV"),
+        ((1, -signal.SIGTERM), "the cause\n", "the cause"),
+        ((-signal.SIGABRT, -signal.SIGKILL), "connection closed by peer\n", "ended by SIGKILL"),
+        ((1,), None, None),
+    ],
+)
 def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp_path, monkeypatch):
     """NCCL's watchdog aborts the ranks that one has left; only SIGKILL is a cause by itself."""
     failure = tmp_path / "failure.txt"
@@ -189,21 +223,50 @@ def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp
     assert before != "the cause\n" or failure.read_text() == before
 
 
-@pytest.mark.parametrize("code, nodes, answers, losses, requeued", [
-    (75, 1, True, 0, "stopped before the time limit"), (1, 2, False, 0, "a node does not answer"), (1, 2, False, 9, "a node does not answer"), (1, 2, False, 10, None),
-    (1, 2, True, 0, None), (1, 1, False, 0, None), (0, 2, False, 0, None)])
-def test_a_job_goes_back_into_the_queue_as_often_as_its_time_ends_and_ten_times_for_lost_nodes(code, nodes, answers, losses, requeued, tmp_path):
+@pytest.mark.parametrize(
+    "code, nodes, answers, losses, requeued",
+    [
+        (75, 1, True, 0, "stopped before the time limit"),
+        (1, 2, False, 0, "a node does not answer"),
+        (1, 2, False, 9, "a node does not answer"),
+        (1, 2, False, 10, None),
+        (1, 2, True, 0, None),
+        (1, 1, False, 0, None),
+        (0, 2, False, 0, None),
+    ],
+)
+def test_a_job_goes_back_into_the_queue_as_often_as_its_time_ends_and_ten_times_for_lost_nodes(
+    code, nodes, answers, losses, requeued, tmp_path
+):
     """It has been at its time limit fifty times."""
     (tmp_path / "bin").mkdir()
-    for name, script in {"activate": f"PATH={tmp_path}/bin:$PATH", "python": f"exit {code}", "srun": f"exit {int(not answers)}", "scontrol": "echo scontrol: $@"}.items():
+    for name, script in {
+        "activate": f"PATH={tmp_path}/bin:$PATH",
+        "python": f"exit {code}",
+        "srun": f"exit {int(not answers)}",
+        "scontrol": "echo scontrol: $@",
+    }.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     log = tmp_path / "slurm" / "mine-7.log"
     log.parent.mkdir()
     log.write_text("slurm: a node does not answer; job 7 goes back\n" * losses)
-    environment = os.environ | SLURM | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_NNODES": str(nodes), "SLURM_RESTART_COUNT": "50", "DLOOP_ROOT": str(tmp_path),
-                                        "DLOOP_VENV": str(tmp_path)}
-    assert subprocess.run(["bash", "launchers/slurm_job.sh"], env=environment, cwd=REPOSITORY, check=False).returncode == code
+    environment = (
+        os.environ
+        | SLURM
+        | {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NAME": "mine",
+            "SLURM_NNODES": str(nodes),
+            "SLURM_RESTART_COUNT": "50",
+            "DLOOP_ROOT": str(tmp_path),
+            "DLOOP_VENV": str(tmp_path),
+        }
+    )
+    assert (
+        subprocess.run(["bash", "launchers/slurm_job.sh"], env=environment, cwd=REPOSITORY, check=False).returncode
+        == code
+    )
     said = log.read_text().splitlines()[losses:]
     assert [line for line in said if line.startswith("scontrol")] == (["scontrol: requeue 7"] if requeued else [])
     assert "start 51" in said[0] and (not requeued or said[-2].startswith(f"slurm: {requeued}"))
@@ -215,12 +278,28 @@ class Command:
     def __init__(self, root: Path, *overrides: str):
         self.root = root
         environment = os.environ | {"DLOOP_ROOT": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        arguments = ["+drafter=eagle3", "+target=tiny_llama", "phases=[generate,cache,train]", "launch.threads=1", "train.micro_batch_size=4", "train.steps=40",
-                     "train.save_every=4", "wandb.mode=disabled", *overrides]
+        arguments = [
+            "+drafter=eagle3",
+            "+target=tiny_llama",
+            "phases=[generate,cache,train]",
+            "launch.threads=1",
+            "train.micro_batch_size=4",
+            "train.steps=40",
+            "train.save_every=4",
+            "wandb.mode=disabled",
+            *overrides,
+        ]
         self.log = root / "log"
         root.mkdir(exist_ok=True)
         with open(self.log, "a") as file:
-            self.process = subprocess.Popen([sys.executable, "-m", "dloop_train", *arguments], env=environment, cwd=REPOSITORY, stderr=file, stdout=file, start_new_session=True)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dloop_train", *arguments],
+                env=environment,
+                cwd=REPOSITORY,
+                stderr=file,
+                stdout=file,
+                start_new_session=True,
+            )
 
     def wait_for_steps(self, count: int) -> None:
         while sum(len(file.read_text().splitlines()) for file in self.root.glob("runs/*/metrics.jsonl")) < count:
@@ -252,7 +331,11 @@ def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
         command.process.send_signal(signal.SIGUSR1)
         assert command.end() == 75
         said = command.log.read_text()
-        assert "train: stopped as asked" in said.rstrip().splitlines()[-1] and "Traceback" not in said and not processes_of(command.root)
+        assert (
+            "train: stopped as asked" in said.rstrip().splitlines()[-1]
+            and "Traceback" not in said
+            and not processes_of(command.root)
+        )
         again = Command(command.root, who)
         assert again.end() == 0, again.log.read_text()[-2000:]
         assert "train: resumed at step" in again.log.read_text() and again.weights() == whole
@@ -274,5 +357,8 @@ def test_a_rank_that_is_killed_is_told(tmp_path):
     command.wait_for_steps(2)
     os.kill(processes_of(command.root)[1], signal.SIGKILL)
     assert command.end() == 1
-    assert f"dloop_train: train: a rank on {socket.gethostname()} was ended by SIGKILL" in command.log.read_text().rstrip().splitlines()[-1]
+    assert (
+        f"dloop_train: train: a rank on {socket.gethostname()} was ended by SIGKILL"
+        in command.log.read_text().rstrip().splitlines()[-1]
+    )
     assert not processes_of(command.root)

@@ -9,8 +9,12 @@ from dloop_train.decoding.gates import DLoop
 from dloop_train.decoding.loop import decode
 from dloop_train.targets.responders import decode_plain
 
-NATIVE = {"tiny_llama": ("dflash-fill_in", "eagle3-reduced"), "tiny_qwen3": ("domino-shifted", "dspark-rnn"), "tiny_qwen35": ("mtp", "dflash-shifted"),
-          "tiny_gemma4": ("mtp_assistant", "dspark-gemma4", "eagle3-gemma4")}
+NATIVE = {
+    "tiny_llama": ("dflash-fill_in", "eagle3-reduced"),
+    "tiny_qwen3": ("domino-shifted", "dspark-rnn"),
+    "tiny_qwen35": ("mtp", "dflash-shifted"),
+    "tiny_gemma4": ("mtp_assistant", "dspark-gemma4", "eagle3-gemma4"),
+}
 LENGTH = 24
 
 
@@ -18,7 +22,10 @@ def prompts(count: int) -> list[list[int]]:
     """Counting ones, which the drafters know, and random ones of all lengths, past Gemma's window too."""
     generator = torch.Generator().manual_seed(7)
     counting = counting_prompts(count // 2).tolist()
-    return counting + [torch.randint(4, 260, (length,), generator=generator).tolist() for length in torch.randint(1, 20, (count - len(counting),), generator=generator)]
+    return counting + [
+        torch.randint(4, 260, (length,), generator=generator).tolist()
+        for length in torch.randint(1, 20, (count - len(counting),), generator=generator)
+    ]
 
 
 def texts_are_the_targets_own(name: str, count: int, variants: tuple[str, ...]) -> None:
@@ -28,11 +35,19 @@ def texts_are_the_targets_own(name: str, count: int, variants: tuple[str, ...]) 
         drafter = taught_drafter(variant, target)
         rounds = []
         for prompt, expected in plain.items():
-            emissions = list(decode(target, drafter, DLoop(threshold=-12.0, max_stages=4), prompt, max_new_tokens=LENGTH))
-            assert [token for emission in emissions for token in emission.tokens] == expected, f"{variant} on {name} behind {prompt}"
+            emissions = list(
+                decode(target, drafter, DLoop(threshold=-12.0, max_stages=4), prompt, max_new_tokens=LENGTH)
+            )
+            assert [token for emission in emissions for token in emission.tokens] == expected, (
+                f"{variant} on {name} behind {prompt}"
+            )
             rounds += [emission.round for emission in emissions if emission.round is not None]
         # The law would be hollow without loops, whole blocks and rejections.
-        assert any(r.stages > 1 for r in rounds) and any(r.accepted > drafter.k for r in rounds) and any(r.accepted < r.drafted for r in rounds), variant
+        assert (
+            any(r.stages > 1 for r in rounds)
+            and any(r.accepted > drafter.k for r in rounds)
+            and any(r.accepted < r.drafted for r in rounds)
+        ), variant
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE.keys() - {"tiny_llama"}))  # Llama's are in test_decoding.py

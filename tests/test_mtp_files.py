@@ -25,13 +25,24 @@ def target_folder(request, qwen35, tmp_path):
     qwen35.model.save_pretrained(tmp_path, max_shard_size="20KB" if shards else "1GB")
     module = {f"mtp.{name}": tensor.bfloat16() for name, tensor in make_drafter("mtp", qwen35).state_dict().items()}
     index = tmp_path / "model.safetensors.index.json"
-    holder = tmp_path / sorted(json.loads(index.read_text())["weight_map"].values())[1] if shards else tmp_path / "model.safetensors"
+    holder = (
+        tmp_path / sorted(json.loads(index.read_text())["weight_map"].values())[1]
+        if shards
+        else tmp_path / "model.safetensors"
+    )
     save_file(load_file(holder) | module, holder, metadata={"format": "pt"})
     if shards:
         listed = json.loads(index.read_text())
         index.write_text(json.dumps(listed | {"weight_map": listed["weight_map"] | dict.fromkeys(module, holder.name)}))
-    config = json.loads((tmp_path / "config.json").read_text()) | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config} if request.param == "composite" else config
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    }
+    config = (
+        {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
+        if request.param == "composite"
+        else config
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path, holder, module
 
@@ -66,7 +77,9 @@ def test_a_trained_module_goes_back_under_the_same_names(target_folder, tmp_path
     before, after = load_file(holder), load_file(merged)
     assert before.keys() == after.keys()
     for name, tensor in after.items():
-        assert tensor.dtype == before[name].dtype and torch.equal(tensor, side[name] if name in module else before[name]), name
+        assert tensor.dtype == before[name].dtype and torch.equal(
+            tensor, side[name] if name in module else before[name]
+        ), name
 
 
 def test_key_and_tensors_must_agree(target_folder):
@@ -84,7 +97,12 @@ def test_a_target_that_transformers_saved_again_has_lost_its_module(target_folde
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         listed = json.loads(index.read_text())
-        index.write_text(json.dumps(listed | {"weight_map": {name: file for name, file in listed["weight_map"].items() if name not in module}}))
+        index.write_text(
+            json.dumps(
+                listed
+                | {"weight_map": {name: file for name, file in listed["weight_map"].items() if name not in module}}
+            )
+        )
     with pytest.raises(ValueError, match="hold no mtp.* tensor"):
         load_drafter(folder, settings_of("mtp"), None)
     assert read_tensors(folder, "mtp.") == {}
@@ -94,4 +112,7 @@ def test_a_target_without_a_module_gets_no_merged_copy(tmp_path):
     target = load_target(tiny_config(), device="cpu")
     target.model.save_pretrained(tmp_path / "target")
     save_drafter(make_drafter("mtp", target), tmp_path / "drafter", section={}, target=None)
-    assert qwen35_mtp.merge_into(tmp_path / "drafter", tmp_path / "target", tmp_path / "merged") == [] and not (tmp_path / "merged").exists()
+    assert (
+        qwen35_mtp.merge_into(tmp_path / "drafter", tmp_path / "target", tmp_path / "merged") == []
+        and not (tmp_path / "merged").exists()
+    )

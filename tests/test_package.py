@@ -23,15 +23,40 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dloop_train"
 NOT_SETTINGS = ("cluster", "hydra")
 """Groups whose files hold Hydra's settings, not ours."""
-LAYERS = {"types": 0, "config": 0, "runs": 0, "ranks": 0, "targets": 1, "data": 1, "drafters": 2, "checkpoints": 2,
-          "training": 3, "decoding": 3, "phases": 4, "serving": 4, "chat": 4, "launch": 4, "__init__": 5, "worker": 5, "agent": 5, "stopping": 5, "__main__": 5}
+LAYERS = {
+    "types": 0,
+    "config": 0,
+    "runs": 0,
+    "ranks": 0,
+    "targets": 1,
+    "data": 1,
+    "drafters": 2,
+    "checkpoints": 2,
+    "training": 3,
+    "decoding": 3,
+    "phases": 4,
+    "serving": 4,
+    "chat": 4,
+    "launch": 4,
+    "__init__": 5,
+    "worker": 5,
+    "agent": 5,
+    "stopping": 5,
+    "__main__": 5,
+}
 STRANGERS = {"training", "decoding"}
 """These do not know each other."""
-RELEASED = {r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"), r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),
-            r"Huang2020/.*-Domino-b16": ("domino", "specforge_domino", "shifted"), r"deepseek-ai/dspark_.*": ("dspark", "deepspec_dspark", "shifted"),
-            r"starter:dspark_.*": ("dspark", "speculators_dspark", "shifted"),
-            r"deepseek-ai/eagle3_.*": ("eagle3", "deepspec_eagle3", None), r"(yuhuili/EAGLE3-|starter:eagle3_).*": ("eagle3", "specforge_eagle3", None),
-            r"(Qwen/Qwen3\.5-|starter:mtp_).*": ("mtp", "qwen35_mtp", None), r"google/gemma-4-.*-assistant": ("mtp_assistant", "gemma4_assistant", None)}
+RELEASED = {
+    r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"),
+    r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),
+    r"Huang2020/.*-Domino-b16": ("domino", "specforge_domino", "shifted"),
+    r"deepseek-ai/dspark_.*": ("dspark", "deepspec_dspark", "shifted"),
+    r"starter:dspark_.*": ("dspark", "speculators_dspark", "shifted"),
+    r"deepseek-ai/eagle3_.*": ("eagle3", "deepspec_eagle3", None),
+    r"(yuhuili/EAGLE3-|starter:eagle3_).*": ("eagle3", "specforge_eagle3", None),
+    r"(Qwen/Qwen3\.5-|starter:mtp_).*": ("mtp", "qwen35_mtp", None),
+    r"google/gemma-4-.*-assistant": ("mtp_assistant", "gemma4_assistant", None),
+}
 """Family, layout and alignment of the weights with such an id."""
 
 YAMLS = sorted(file for file in CONF.glob("*/**/*.yaml") if file.relative_to(CONF).parts[0] not in NOT_SETTINGS)
@@ -72,7 +97,10 @@ def test_yaml_builds_into_its_dataclass(file):
     if group in TYPED:
         assert isinstance(build(tree[group], TYPED[group], group), TYPED[group])
     elif group in PLUGINS:
-        assert isinstance(build(tree[group], DrafterConfig if group == "drafter" else object, group), get_class(tree[group]["_target_"]))
+        assert isinstance(
+            build(tree[group], DrafterConfig if group == "drafter" else object, group),
+            get_class(tree[group]["_target_"]),
+        )
     else:
         assert group in ("pair", "experiment"), f"{group} is a group that config.py does not build"
     assert isinstance(from_hydra(tree), Config)
@@ -117,13 +145,31 @@ def test_a_pair_agrees_with_the_name_of_its_weights(pair):
 def test_a_pair_may_start_from_another_and_the_command_line_goes_before_both():
     """domino_tiny_qwen3 is domino_tiny_llama, which is dflash_tiny_llama and a head."""
     config = from_hydra(composed(["+drafter=domino", "+target=tiny_qwen3", "++drafter.width=3"]))
-    assert (config.drafter.width, config.drafter.layers, config.drafter.gru_hidden_dim, config.train.origins) == (3, 2, 16, 8)
+    assert (config.drafter.width, config.drafter.layers, config.drafter.gru_hidden_dim, config.train.origins) == (
+        3,
+        2,
+        16,
+        8,
+    )
 
 
-@pytest.mark.parametrize("choice, says", [
-    (["mtp", "qwen3_8b"], ["there is no conf/pair/mtp_qwen3_8b.yaml", "only Qwen3.5 checkpoints carry an MTP module", "pairs for qwen35_9b, smollm2_135m", "drafter.init=scratch"]),
-    (["mtp_assistant", "qwen3_8b"], ["Gemma 4 alone", "pairs for gemma4_12b, smollm2_135m"]),
-    (["domino", "llama31_8b"], ["released for Qwen3-4B and Qwen3-8B", "drafter.alignment=<fill_in|shifted>"])], ids="_".join)
+@pytest.mark.parametrize(
+    "choice, says",
+    [
+        (
+            ["mtp", "qwen3_8b"],
+            [
+                "there is no conf/pair/mtp_qwen3_8b.yaml",
+                "only Qwen3.5 checkpoints carry an MTP module",
+                "pairs for qwen35_9b, smollm2_135m",
+                "drafter.init=scratch",
+            ],
+        ),
+        (["mtp_assistant", "qwen3_8b"], ["Gemma 4 alone", "pairs for gemma4_12b, smollm2_135m"]),
+        (["domino", "llama31_8b"], ["released for Qwen3-4B and Qwen3-8B", "drafter.alignment=<fill_in|shifted>"]),
+    ],
+    ids="_".join,
+)
 def test_a_missing_pair_is_explained(choice, says):
     with pytest.raises(ValueError) as error:
         from_hydra(composed([f"+drafter={choice[0]}", f"+target={choice[1]}"]))
@@ -133,7 +179,9 @@ def test_a_missing_pair_is_explained(choice, says):
 def test_without_a_pair_the_weights_may_be_named():
     nowhere = ["+drafter=domino", "+target=llama31_8b", "++drafter.alignment=shifted"]
     assert from_hydra(composed([*nowhere, "++drafter.init=scratch"])).drafter.layers == 1
-    assert from_hydra(composed([*nowhere, "++drafter.init=somebody/Llama-Domino"])).drafter.init == "somebody/Llama-Domino"
+    assert (
+        from_hydra(composed([*nowhere, "++drafter.init=somebody/Llama-Domino"])).drafter.init == "somebody/Llama-Domino"
+    )
     with pytest.raises(ValueError, match="conf/pair/dflash_qwen3_8b.yaml is there, but drafter.init is empty"):
         from_hydra(composed(["+drafter=dflash", "+target=qwen3_8b", "++drafter.init="]))
 
@@ -152,7 +200,9 @@ def pair_table() -> str:
     """The README's table: a row a target (the tiny ones left out), a column a drafter."""
     drafters = sorted(file.stem for file in CONF.glob("drafter/*.yaml"))
     targets = sorted(file.stem for file in CONF.glob("target/*.yaml") if not file.stem.startswith("tiny_"))
-    rows = [["target", *drafters], ["---"] * (len(drafters) + 1)] + [[target, *(pair_cell(f"{drafter}_{target}") for drafter in drafters)] for target in targets]
+    rows = [["target", *drafters], ["---"] * (len(drafters) + 1)] + [
+        [target, *(pair_cell(f"{drafter}_{target}") for drafter in drafters)] for target in targets
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -194,7 +244,9 @@ def test_imports_point_down(file):
     for name in imports(file):
         other = part(name)
         assert LAYERS[other] <= LAYERS[own], f"{shown(file)} imports {name} from a layer above"
-        assert own == other or {own, other} != STRANGERS, f"{shown(file)} imports {name}: training and decoding do not know each other"
+        assert own == other or {own, other} != STRANGERS, (
+            f"{shown(file)} imports {name}: training and decoding do not know each other"
+        )
 
 
 def tree_of_readme() -> dict[str, str]:
@@ -213,14 +265,26 @@ def tree_of_readme() -> dict[str, str]:
 
 def first_line(file: Path) -> str:
     """What a file says that it is for: its docstring's first line, or its first comment."""
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip() and not line.startswith(("# @package", "#!"))]
+    lines = [
+        line
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.strip() and not line.startswith(("# @package", "#!"))
+    ]
     return lines[0].strip('#" ').rstrip(".")
 
 
 def test_readme_file_tree_names_every_file_as_it_names_itself():
     named = tree_of_readme()
-    own = [file for file in (*MODULES, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "data").glob("*.py")), *CONF.rglob("*.yaml"))
-           if file.read_text(encoding="utf-8").strip()]  # empty __init__.py need no line
+    own = [
+        file
+        for file in (
+            *MODULES,
+            *sorted((ROOT / "tests").rglob("*.py")),
+            *sorted((ROOT / "data").glob("*.py")),
+            *CONF.rglob("*.yaml"),
+        )
+        if file.read_text(encoding="utf-8").strip()
+    ]  # empty __init__.py need no line
     wanted = {shown(file): first_line(file) for file in own}
     assert not wanted.keys() - named.keys(), "README's file tree lacks these"
     gone = sorted(name for name in named if not (ROOT / name).exists())
@@ -230,7 +294,9 @@ def test_readme_file_tree_names_every_file_as_it_names_itself():
 
 def test_no_file_holds_a_path_of_one_machine():
     try:
-        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     machine = re.compile(rb"(?<![\w.}~-])/(?:work|home|root|Users)/\w")
@@ -247,15 +313,30 @@ def test_wheel_runs_in_an_empty_directory(tmp_path):
     pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install dloop_train[test]")
     built, empty = tmp_path / "built", tmp_path / "empty"
     empty.mkdir()
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)], cwd=ROOT, capture_output=True, text=True, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "site")
     alone = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "DLOOP_ROOT": str(tmp_path / "root")}
-    where = subprocess.run([sys.executable, "-c", "import dloop_train; print(dloop_train.__file__)"], cwd=empty, env=alone, capture_output=True, text=True, check=True)
+    where = subprocess.run(
+        [sys.executable, "-c", "import dloop_train; print(dloop_train.__file__)"],
+        cwd=empty,
+        env=alone,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert Path(where.stdout.strip()).is_relative_to(tmp_path / "site")
     command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=smollm2_135m", "dry_run=true"]
     dry = subprocess.run(command, cwd=empty, env=alone, capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr[-2000:]
     assert "responses/" in dry.stdout + dry.stderr and not list(empty.iterdir())
     inside = tmp_path / "site" / "dloop_train" / "data_files"
-    assert (inside / "prompts" / "builtin.jsonl").is_file() and (inside / "starters" / "dflash_smollm2_135m" / "model.safetensors").is_file()
+    assert (inside / "prompts" / "builtin.jsonl").is_file() and (
+        inside / "starters" / "dflash_smollm2_135m" / "model.safetensors"
+    ).is_file()

@@ -27,11 +27,25 @@ def test_answers_come_back_as_they_were_sampled(tmp_path, packed):
     if packed:
         file = tmp_path / "answers.jsonl.gz"
         with gzip.open(file, "wt") as out:
-            out.writelines(json.dumps({"id": row["id"], "prompt_sha256": prompt_digest(row["prompt_ids"]), "response_ids": row["response_ids"]}) + "\n" for row in rows)
+            out.writelines(
+                json.dumps(
+                    {
+                        "id": row["id"],
+                        "prompt_sha256": prompt_digest(row["prompt_ids"]),
+                        "response_ids": row["response_ids"],
+                    }
+                )
+                + "\n"
+                for row in rows
+            )
     again, other = answered(tmp_path / "second", "responder=recorded", f"++responder.path={file}")
     assert again == rows and other.key != artifact.key
-    short, _ = answered(tmp_path / "third", "responder=recorded", f"++responder.path={file}", "++generate.max_new_tokens=5")
-    assert [row["response_ids"] for row in short] == [row["response_ids"][:5] for row in rows] and not any(row["finished"] for row, whole in zip(short, rows, strict=True) if len(whole["response_ids"]) > 5)
+    short, _ = answered(
+        tmp_path / "third", "responder=recorded", f"++responder.path={file}", "++generate.max_new_tokens=5"
+    )
+    assert [row["response_ids"] for row in short] == [row["response_ids"][:5] for row in rows] and not any(
+        row["finished"] for row, whole in zip(short, rows, strict=True) if len(whole["response_ids"]) > 5
+    )
 
 
 def test_prompts_without_an_answer_are_left_out_and_counted(tmp_path):
@@ -47,9 +61,17 @@ def test_prompts_without_an_answer_are_left_out_and_counted(tmp_path):
         answered(tmp_path / "third", "responder=recorded", f"++responder.path={file}", "++responder.max_refused=0.05")
 
 
-@pytest.mark.parametrize("text, says", [("{", "answers.jsonl:1 is not a JSON object"), ("[1]\n", "got list"), ('{"id": "a", "response_ids": [1]}\n', "prompt_ids or prompt_sha256"),
-                                        ("", "holds no answer"), ('{"id": "a", "prompt_ids": [1], "response_ids": []}\n', "expected id, response_ids"),
-                                        ('{"id": "a", "prompt_ids": [1], "response_ids": [1]}\n' * 2, "answers.jsonl:2: id 'a' stands twice")])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("{", "answers.jsonl:1 is not a JSON object"),
+        ("[1]\n", "got list"),
+        ('{"id": "a", "response_ids": [1]}\n', "prompt_ids or prompt_sha256"),
+        ("", "holds no answer"),
+        ('{"id": "a", "prompt_ids": [1], "response_ids": []}\n', "expected id, response_ids"),
+        ('{"id": "a", "prompt_ids": [1], "response_ids": [1]}\n' * 2, "answers.jsonl:2: id 'a' stands twice"),
+    ],
+)
 def test_faults_of_a_file_are_named(tmp_path, text, says):
     file = tmp_path / "answers.jsonl"
     file.write_text(text)

@@ -44,11 +44,18 @@ class Server(ThreadingHTTPServer):
     def complete(self, body):
         sampling = SamplingConfig(temperature=body["temperature"], top_p=body["top_p"], top_k=body["top_k"])
         with torch.inference_mode():
-            ids = respond(self.target, [body["prompt"]], [str(body["seed"])], sampling, max_new_tokens=body["max_tokens"], seed=0)[0]
+            ids = respond(
+                self.target, [body["prompt"]], [str(body["seed"])], sampling, max_new_tokens=body["max_tokens"], seed=0
+            )[0]
         finished = ids[-1] in body["stop_token_ids"]
-        choice = {"text": self.target.tokenizer.decode(ids[:-1] if finished else ids), "finish_reason": "stop" if finished else "length",
-                  "stop_reason": ids[-1] if finished else None}
-        return {"choices": [choice | ({"token_ids": ids, "prompt_token_ids": body["prompt"]} if self.gives_ids else {})]}
+        choice = {
+            "text": self.target.tokenizer.decode(ids[:-1] if finished else ids),
+            "finish_reason": "stop" if finished else "length",
+            "stop_reason": ids[-1] if finished else None,
+        }
+        return {
+            "choices": [choice | ({"token_ids": ids, "prompt_token_ids": body["prompt"]} if self.gives_ids else {})]
+        }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -95,7 +102,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(1.0)
             self.send(200, b"{}")
         elif isinstance(fault, int):
-            self.send(fault, json.dumps({"message": f"this model's maximum context length is {len(body['prompt'])}"}).encode())
+            self.send(
+                fault, json.dumps({"message": f"this model's maximum context length is {len(body['prompt'])}"}).encode()
+            )
         else:
             self.send(200, json.dumps(self.server.complete(body)).encode())
 
@@ -118,11 +127,30 @@ def config_for(root, *urls, **changes):
     if not prompts.is_file():
         prompts.parent.mkdir(parents=True, exist_ok=True)
         splits = ["train"] * 12 + ["validation", "test"]
-        prompts.write_text("".join(json.dumps({"id": f"p{number}", "prompt": "say" + " it" * number, "split": split}) + "\n" for number, split in enumerate(splits)))
-    settings = {"generate.max_new_tokens": 8, "generate.greedy_max_new_tokens": 2, "generate.greedy_prompts": 1, "responder.concurrency": 4,
-                "responder.timeout": 0.5, "evaluate.dtype": "float32"} | changes
-    return composed("+drafter=dflash", "+target=tiny_llama", "responder=openai", "prompts=jsonl", f"prompts.path={prompts}", f"root={root}", f"responder.urls=[{','.join(urls)}]",
-                    *(f"++{name}={value}" for name, value in settings.items()))
+        prompts.write_text(
+            "".join(
+                json.dumps({"id": f"p{number}", "prompt": "say" + " it" * number, "split": split}) + "\n"
+                for number, split in enumerate(splits)
+            )
+        )
+    settings = {
+        "generate.max_new_tokens": 8,
+        "generate.greedy_max_new_tokens": 2,
+        "generate.greedy_prompts": 1,
+        "responder.concurrency": 4,
+        "responder.timeout": 0.5,
+        "evaluate.dtype": "float32",
+    } | changes
+    return composed(
+        "+drafter=dflash",
+        "+target=tiny_llama",
+        "responder=openai",
+        "prompts=jsonl",
+        f"prompts.path={prompts}",
+        f"root={root}",
+        f"responder.urls=[{','.join(urls)}]",
+        *(f"++{name}={value}" for name, value in settings.items()),
+    )
 
 
 def texts(config) -> dict[str, Response]:
@@ -139,11 +167,19 @@ def test_answers_are_the_servers_own_ids(server, tmp_path, monkeypatch):
     generate.run(config)
     found = texts(config)
     questions = {str(body["prompt"]): body for body in server.asked}
-    assert len(found) == 12 == len(questions) and list(found) == [p.id for p in config.prompts.read() if p.split == "train"]
+    assert len(found) == 12 == len(questions) and list(found) == [
+        p.id for p in config.prompts.read() if p.split == "train"
+    ]
     for response in found.values():
         body = questions[str(response.prompt_ids)]
-        assert response.response_ids == server.complete(body)["choices"][0]["token_ids"] and body["key"] == "Bearer secret"
-        assert response.finished == (response.response_ids[-1] == 2) and body["stop_token_ids"] == [2] and body["temperature"] == 1.0
+        assert (
+            response.response_ids == server.complete(body)["choices"][0]["token_ids"] and body["key"] == "Bearer secret"
+        )
+        assert (
+            response.finished == (response.response_ids[-1] == 2)
+            and body["stop_token_ids"] == [2]
+            and body["temperature"] == 1.0
+        )
     assert len({body["seed"] for body in server.asked}) == 12 and 1 < server.most <= 4
     again = config_for(tmp_path / "again", server.url, **{"responder.concurrency": 1})
     generate.run(again)
@@ -170,12 +206,21 @@ def test_a_server_without_ids_is_read_by_its_text(server, tmp_path, capfd):
     own = texts(config)
     assert all(response == own[identity] for identity, response in found.items())
     assert all("\ufffd" in response.text for identity, response in own.items() if identity not in found)
-    assert facts["left_out_for"] == {"its text says other ids than were sampled": 12 - len(found)} and facts["left_out"] == 12 - len(found)
+    assert facts["left_out_for"] == {"its text says other ids than were sampled": 12 - len(found)} and facts[
+        "left_out"
+    ] == 12 - len(found)
     assert "returns no token ids" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("choice, ids", [({"text": "ab", "finish_reason": "stop", "stop_reason": None}, [68, 69, 2]), ({"text": "ab", "finish_reason": "length"}, [68, 69]),
-                                         ({"token_ids": [9, 2], "finish_reason": "stop"}, [9, 2]), ({"token_ids": [9], "finish_reason": "stop", "stop_reason": 2}, [9, 2])])
+@pytest.mark.parametrize(
+    "choice, ids",
+    [
+        ({"text": "ab", "finish_reason": "stop", "stop_reason": None}, [68, 69, 2]),
+        ({"text": "ab", "finish_reason": "length"}, [68, 69]),
+        ({"token_ids": [9, 2], "finish_reason": "stop"}, [9, 2]),
+        ({"token_ids": [9], "finish_reason": "stop", "stop_reason": 2}, [9, 2]),
+    ],
+)
 def test_an_answer_that_ended_ends_with_its_stop_id(choice, ids, tiny):
     reader = openai.Reader(composed("+drafter=dflash", "+target=tiny_llama").target, tiny.tokenizer)
     read = reader.read(Question("q", "all", [5]), {"choices": [choice]})
@@ -212,7 +257,12 @@ def test_a_refused_prompt_is_left_out_with_its_reason(server, tmp_path, capfd):
     generate.run(config)
     assert len(texts(config)) == 11 == len(server.asked) - 1
     refused = read_jsonl(artifacts.responses(config).folder / "refused.jsonl")
-    assert len(refused) == 1 and "400" in refused[0]["reason"] and "maximum context length" in refused[0]["reason"] and refused[0]["id"] not in texts(config)
+    assert (
+        len(refused) == 1
+        and "400" in refused[0]["reason"]
+        and "maximum context length" in refused[0]["reason"]
+        and refused[0]["id"] not in texts(config)
+    )
     assert "1 of 12 prompts are left out" in capfd.readouterr().err
 
 
@@ -247,7 +297,11 @@ def test_servers_take_turns_and_stand_in_for_each_other(server, tiny, tmp_path):
 @pytest.fixture(scope="module")
 def sibling():
     """Another model with the same tokenizer: a head of its own, since all with tied ones repeat the last token."""
-    return load_target(composed("+drafter=dflash", "+target=tiny_llama", "target.config.tie_word_embeddings=false").target, dtype="float64", device="cpu")
+    return load_target(
+        composed("+drafter=dflash", "+target=tiny_llama", "target.config.tie_word_embeddings=false").target,
+        dtype="float64",
+        device="cpu",
+    )
 
 
 def test_a_server_is_known_by_the_targets_greedy_text(server, tmp_path, capfd):
@@ -262,10 +316,15 @@ def test_a_server_of_another_model_is_refused(server, sibling, tmp_path):
     """Its ids look right. One of several is enough, and is named; nothing of its answers is kept, and the greedy ones are."""
     other = Server(sibling)
     config = config_for(tmp_path, server.url, other.url, **{"generate.greedy_max_new_tokens": 6})
-    with pytest.raises(ValueError, match=rf"tiny at {other.url} is not the target tiny_llama .*chooses the target's token 0 times of 12, responder.agreement=0.95 is asked. Serve the target"):
+    with pytest.raises(
+        ValueError,
+        match=rf"tiny at {other.url} is not the target tiny_llama .*chooses the target's token 0 times of 12, responder.agreement=0.95 is asked. Serve the target",
+    ):
         generate.run(config)
     other.shutdown()
-    assert server.asked == other.asked == [] and read_jsonl(artifacts.responses(config).partial / generate.ANSWERS) == []
+    assert (
+        server.asked == other.asked == [] and read_jsonl(artifacts.responses(config).partial / generate.ANSWERS) == []
+    )
     assert artifacts.greedy(config).complete and not artifacts.responses(config).complete
     generate.run(config_for(tmp_path, server.url, **{"generate.greedy_max_new_tokens": 6}))
     assert len(texts(config)) == 12
@@ -278,20 +337,34 @@ def test_without_greedy_answers_nobody_knows_the_server(server, tmp_path, capfd)
 
 def said_but(text: Response, *others: int, asked: list):
     """A server that chooses the text's own tokens but at some places, and then goes on with its own."""
+
     def said(ids, count):
         asked.append(count)
         at = len(ids) - len(text.prompt_ids)
-        own = text.response_ids[at:at + count]
+        own = text.response_ids[at : at + count]
         first = next((number for number in range(len(own)) if at + number in others), len(own))
         return own[:first] + [-1] * (len(own) - first)
+
     return said
 
 
-@pytest.mark.parametrize("others, found, requests", [((), (20, 20), 1), ((5, 13), (20, 18), 3), ((0, 19), (20, 18), 2), (range(20), (8, 0), 8), (range(10, 20), (18, 10), 8)])
+@pytest.mark.parametrize(
+    "others, found, requests",
+    [
+        ((), (20, 20), 1),
+        ((5, 13), (20, 18), 3),
+        ((0, 19), (20, 18), 2),
+        (range(20), (8, 0), 8),
+        (range(10, 20), (18, 10), 8),
+    ],
+)
 def test_every_token_is_judged_after_the_texts_own(others, found, requests):
     """One that differs costs itself alone; a text with many is soon left."""
     text, asked = Response("t", "all", [1, 2], list(range(3, 23)), False, ""), []
-    assert openai.agreement(said_but(text, *others, asked=asked), text) == openai.Agreement(*found) and len(asked) == requests
+    assert (
+        openai.agreement(said_but(text, *others, asked=asked), text) == openai.Agreement(*found)
+        and len(asked) == requests
+    )
 
 
 def test_what_a_server_refuses_says_nothing_of_its_model():
@@ -299,11 +372,15 @@ def test_what_a_server_refuses_says_nothing_of_its_model():
 
     def refuse(ids, count):
         raise openai.Refused("too long")
+
     assert openai.agreement(refuse, text) == openai.Agreement(0, 0)
     assert openai.agreement(lambda ids, count: [3], text) == openai.Agreement(3, 1)  # it ended where the target goes on
 
 
-@pytest.mark.parametrize("judged, same, right", [(100, 95, True), (100, 94, False), (4, 3, True), (4, 2, False), (1000, 979, True), (905, 720, False)])
+@pytest.mark.parametrize(
+    "judged, same, right",
+    [(100, 95, True), (100, 94, False), (4, 3, True), (4, 2, False), (1000, 979, True), (905, 720, False)],
+)
 def test_the_share_that_must_agree(judged, same, right):
     """Other kernels may turn over a few near ties, of a short text one."""
     target = composed("+drafter=dflash", "+target=tiny_llama").target
@@ -319,7 +396,10 @@ def test_answers_of_two_models_do_not_mix(server, tmp_path):
     with pytest.raises(ConnectionError):
         generate.run(config)
     server.model = "tiny-fp8"
-    with pytest.raises(ValueError, match=r"answers.jsonl holds 5 answers of tiny, and the servers have tiny-fp8 now: serve tiny again, or set responder.model=tiny-fp8"):
+    with pytest.raises(
+        ValueError,
+        match=r"answers.jsonl holds 5 answers of tiny, and the servers have tiny-fp8 now: serve tiny again, or set responder.model=tiny-fp8",
+    ):
         generate.run(config)
     server.asked.clear()
     named = config_for(tmp_path, server.url, **stop, **{"responder.model": "tiny-fp8"})
@@ -339,40 +419,76 @@ def test_models_names_are_checked(server, tiny, tmp_path):
     other.shutdown()
 
 
-@pytest.mark.parametrize("changes, says", [({"urls": "[]"}, "name at least one"), ({"urls": "[localhost:8000]"}, "looks like http"), ({"concurrency": 0}, "positive"),
-                                           ({"max_refused": 5}, "share of 1"), ({"agreement": 95}, "share of 1")])
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"urls": "[]"}, "name at least one"),
+        ({"urls": "[localhost:8000]"}, "looks like http"),
+        ({"concurrency": 0}, "positive"),
+        ({"max_refused": 5}, "share of 1"),
+        ({"agreement": 95}, "share of 1"),
+    ],
+)
 def test_wrong_settings_are_named(changes, says, tmp_path):
     with pytest.raises(ValueError, match=says):
-        config_for(tmp_path, "http://localhost:8000/v1", **{f"responder.{name}": value for name, value in changes.items()})
+        config_for(
+            tmp_path, "http://localhost:8000/v1", **{f"responder.{name}": value for name, value in changes.items()}
+        )
 
 
 def test_responses_of_servers_have_a_key_of_their_own(tmp_path):
     local = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}")
-    remote = [composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "responder=openai", *more)
-              for more in ([], ["responder.urls=[http://a:1/v1,http://b:1/v1]"], ["generate.batch_size=3"])]
+    remote = [
+        composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "responder=openai", *more)
+        for more in ([], ["responder.urls=[http://a:1/v1,http://b:1/v1]"], ["generate.batch_size=3"])
+    ]
     assert len({artifacts.responses(config).key for config in remote}) == 1
-    named = [composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "responder=openai", f"++responder.model={model}") for model in ("a", "b")]
+    named = [
+        composed(
+            "+drafter=dflash",
+            "+target=tiny_llama",
+            f"root={tmp_path}",
+            "responder=openai",
+            f"++responder.model={model}",
+        )
+        for model in ("a", "b")
+    ]
     assert len({artifacts.responses(config).key for config in [remote[0], *named]}) == 3
     assert artifacts.responses(local).key != artifacts.responses(remote[0]).key
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("DLOOP_OPENAI_URL" not in os.environ, reason="set DLOOP_OPENAI_URL to a server of smollm2_135m in float32: python -m "
-                    "vllm.entrypoints.openai.api_server --model <folder of the converted target> --dtype float32")
+@pytest.mark.skipif(
+    "DLOOP_OPENAI_URL" not in os.environ,
+    reason="set DLOOP_OPENAI_URL to a server of smollm2_135m in float32: python -m "
+    "vllm.entrypoints.openai.api_server --model <folder of the converted target> --dtype float32",
+)
 def test_a_real_servers_greedy_text_is_the_targets_own(tmp_path):
     """Token by token what this project's own loop decodes in float32; another token only where two logits are as good as equal."""
-    config = composed("+drafter=dflash", "+target=smollm2_135m", "responder=openai", f"root={tmp_path}", f"responder.urls=[{os.environ['DLOOP_OPENAI_URL']}]",
-                      "++prompts.limit=24", "++target.sampling.temperature=0", "++generate.max_new_tokens=48", "++generate.greedy_max_new_tokens=1", "++generate.greedy_prompts=1")
+    config = composed(
+        "+drafter=dflash",
+        "+target=smollm2_135m",
+        "responder=openai",
+        f"root={tmp_path}",
+        f"responder.urls=[{os.environ['DLOOP_OPENAI_URL']}]",
+        "++prompts.limit=24",
+        "++target.sampling.temperature=0",
+        "++generate.max_new_tokens=48",
+        "++generate.greedy_max_new_tokens=1",
+        "++generate.greedy_prompts=1",
+    )
     generate.run(config)
     target = load_target(config.target, dtype="float32", device="cpu")
     responses, equal = texts(config).values(), 0
     assert len(responses) == 24 and artifacts.responses(config).facts()["left_out_for"] == {}
     for response in responses:
-        assert response.finished == (response.response_ids[-1] == 2) and (response.finished or len(response.response_ids) == 48)
+        assert response.finished == (response.response_ids[-1] == 2) and (
+            response.finished or len(response.response_ids) == 48
+        )
         equal += decode_plain(target, response.prompt_ids, max_new_tokens=48) == response.response_ids
         ids = torch.tensor([response.prompt_ids + response.response_ids])
         logits = target.read(ids[:, :-1], logits=slice(len(response.prompt_ids) - 1, None)).logits[0]
-        said = logits.gather(1, ids[0, len(response.prompt_ids):, None])[:, 0]
+        said = logits.gather(1, ids[0, len(response.prompt_ids) :, None])[:, 0]
         assert (logits.max(-1).values - said).max() < 1e-3
     print(f"{equal} of {len(responses)} texts are equal")
     assert equal >= 22
@@ -382,12 +498,34 @@ def test_a_real_servers_greedy_text_is_the_targets_own(tmp_path):
 def test_kill_and_rerun_asks_for_what_is_missing(server, tmp_path):
     """Kill -9 while answers come: those that are there are neither lost nor asked for again."""
     config = config_for(tmp_path, server.url)
-    command = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "responder=openai", "prompts=jsonl", f"prompts.path={tmp_path / 'prompts.jsonl'}",
-               f"responder.urls=[{server.url}]", "responder.concurrency=2", "generate.max_new_tokens=8", "generate.greedy_max_new_tokens=2", "generate.greedy_prompts=1",
-               "evaluate.dtype=float32", "name=test", "phases=[generate]"]
+    command = [
+        sys.executable,
+        "-m",
+        "dloop_train",
+        "+drafter=dflash",
+        "+target=tiny_llama",
+        "responder=openai",
+        "prompts=jsonl",
+        f"prompts.path={tmp_path / 'prompts.jsonl'}",
+        f"responder.urls=[{server.url}]",
+        "responder.concurrency=2",
+        "generate.max_new_tokens=8",
+        "generate.greedy_max_new_tokens=2",
+        "generate.greedy_prompts=1",
+        "evaluate.dtype=float32",
+        "name=test",
+        "phases=[generate]",
+    ]
     answers = artifacts.responses(config).partial / generate.ANSWERS
     server.faults = [None] * 5 + ["slow"] * 1000
-    started = subprocess.Popen(command, env=environment(tmp_path), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    started = subprocess.Popen(
+        command,
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     wait_for(lambda: answers.is_file() and answers.read_bytes().count(b"\n") == 5, "no answers")
     os.killpg(started.pid, signal.SIGKILL)
     started.wait()
@@ -397,5 +535,9 @@ def test_kill_and_rerun_asks_for_what_is_missing(server, tmp_path):
     server.faults, server.asked = [], []
     done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(server.asked) == 7 and asked_once(server) and not {str(row["prompt_ids"]) for row in kept} & {str(body["prompt"]) for body in server.asked}
+    assert (
+        len(server.asked) == 7
+        and asked_once(server)
+        and not {str(row["prompt_ids"]) for row in kept} & {str(body["prompt"]) for body in server.asked}
+    )
     assert len(texts(config)) == 12 and all(texts(config)[row["id"]].row() == row for row in kept)

@@ -56,8 +56,14 @@ def start(tmp_path_factory):
         if case not in held:
             root, cases = tmp_path_factory.mktemp("ranks"), QUICK if case in QUICK else (case,)
             ranks = on_ranks(2, all_of, root, cases)
-            held.update({one: (root / str(number), [returned[number] for returned in ranks]) for number, one in enumerate(cases)})
+            held.update(
+                {
+                    one: (root / str(number), [returned[number] for returned in ranks])
+                    for number, one in enumerate(cases)
+                }
+            )
         return held[case]
+
     return found
 
 
@@ -72,15 +78,28 @@ def skipping(root, precision, stages):
         seen = []
 
         def look(step, drafter, training=training, seen=seen):
-            seen.append([drafter.state_dict()[name].clone() for name in sorted(drafter.state_dict())] + optimiser_of(training))
+            seen.append(
+                [drafter.state_dict()[name].clone() for name in sorted(drafter.state_dict())] + optimiser_of(training)
+            )
             return nothing(step, drafter)
+
         training.train(look)
-        changed = [any(not torch.equal(a, b) for a, b in zip(one, two, strict=True)) for one, two in zip(seen[1:], seen[2:], strict=False)]
+        changed = [
+            any(not torch.equal(a, b) for a, b in zip(one, two, strict=True))
+            for one, two in zip(seen[1:], seen[2:], strict=False)
+        ]
         found[stage] = changed, training.standing, [training.plan.samples(step) for step in range(6)]
     return found
 
 
-@pytest.mark.parametrize("precision, stages", [("float32", (0, 3)), pytest.param("float32", (1, 2), marks=pytest.mark.slow), pytest.param("bfloat16", STAGES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision, stages",
+    [
+        ("float32", (0, 3)),
+        pytest.param("float32", (1, 2), marks=pytest.mark.slow),
+        pytest.param("bfloat16", STAGES, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, stages, start):
     """At every stage. One rank has the sample; both skip the step, and go on with the next one."""
     folder, ranks = start(skipping, precision, stages)
@@ -91,8 +110,13 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, stages
             assert changed == [not skipped for skipped in bad[1:]], stage
             rows = read_jsonl(folder / str(stage) / "skipped.jsonl")
             assert [row["step"] - 1 for row in rows] == [step for step in range(6) if bad[step]]
-            assert [row["step"] - 1 for row in read_jsonl(folder / str(stage) / "metrics.jsonl")] == [step for step in range(6) if not bad[step]]
-            assert all([micro["samples"] for micro in row["micro_batches"] if not micro["finite"]] == [["sample-5"]] for row in rows)
+            assert [row["step"] - 1 for row in read_jsonl(folder / str(stage) / "metrics.jsonl")] == [
+                step for step in range(6) if not bad[step]
+            ]
+            assert all(
+                [micro["samples"] for micro in row["micro_batches"] if not micro["finite"]] == [["sample-5"]]
+                for row in rows
+            )
 
 
 def too_often(root):
@@ -122,10 +146,16 @@ def skipped_until(bad, steps=1000, **settings):
 
 def test_how_many_steps_may_be_skipped():
     """So many in a row; and of all steps a share, once they are more than that."""
-    assert skipped_until(lambda step: step > 100)[0] == 111 and skipped_until(lambda step: step > 100, max_skipped=3)[0] == 104
+    assert (
+        skipped_until(lambda step: step > 100)[0] == 111
+        and skipped_until(lambda step: step > 100, max_skipped=3)[0] == 104
+    )
     step, said = skipped_until(lambda step: step % 2 == 0)
     assert step == 22 and said.startswith("11 of 22 steps") and "train.max_skipped_share=0.1" in said
-    assert skipped_until(lambda step: step % 11 == 0) is None and skipped_until(lambda step: step % 2 == 0, max_skipped_share=0.5) is None
+    assert (
+        skipped_until(lambda step: step % 11 == 0) is None
+        and skipped_until(lambda step: step % 2 == 0, max_skipped_share=0.5) is None
+    )
 
 
 # Stages and ranks
@@ -151,9 +181,13 @@ def counting_numbers(counted):
     def counting(function, number):
         def call(*arguments, **named):
             tensors = [value for value in (*arguments, *named.values()) if torch.is_tensor(value)]
-            counted.append(max(tensor.numel() for tensor in tensors) if max(tensor.numel() for tensor in tensors) > 100 else 0)
+            counted.append(
+                max(tensor.numel() for tensor in tensors) if max(tensor.numel() for tensor in tensors) > 100 else 0
+            )
             return function(*arguments, **named)
+
         return call
+
     try:
         for name, function in kept.items():
             setattr(torch.distributed, name, counting(function, name))
@@ -169,13 +203,24 @@ def test_stages_ranks_and_micro_batches_agree(tmp_path):
     kinds = ("0", "1", "2", "3")
     runs = {}
     for ranks, micro in ((1, 4), (1, 1), (2, 1), (3, 1)):
-        runs |= {(ranks, micro, kind): found for kind, found in on_ranks(ranks, many_stages, tmp_path / f"{ranks}-{micro}", kinds, {"micro_batch_size": micro})[0].items()}
+        runs |= {
+            (ranks, micro, kind): found
+            for kind, found in on_ranks(
+                ranks, many_stages, tmp_path / f"{ranks}-{micro}", kinds, {"micro_batch_size": micro}
+            )[0].items()
+        }
     reference_rows, reference, _ = runs[1, 4, "0"]
     for name, (rows, weights, _) in runs.items():
         for one, two in zip(rows, reference_rows, strict=True):
             assert one == pytest.approx(two, rel=1e-5), name
         for key, weight in weights.items():
-            torch.testing.assert_close(weight, reference[key], rtol=1e-4, atol=1e-6, msg=lambda text, name=name, key=key: f"{name}, {key}: {text}")
+            torch.testing.assert_close(
+                weight,
+                reference[key],
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda text, name=name, key=key: f"{name}, {key}: {text}",
+            )
 
 
 @pytest.mark.slow
@@ -192,7 +237,12 @@ def test_gradients_are_reduced_once_a_step_where_zero_allows(tmp_path):
     """Stages 0 and 1 hand as many numbers to collectives with four micro-batches as with one; stages 2 and 3 divide gradients, and so reduce each."""
     kinds, numbers = ("0", "1", "0-bf16", "1-bf16", "2"), {}
     for micro in (2, 1):  # of four sequences on two ranks: one micro-batch, or two
-        numbers[micro] = {kind: found[2] for kind, found in on_ranks(2, many_stages, tmp_path / str(micro), kinds, {"micro_batch_size": micro})[0].items()}
+        numbers[micro] = {
+            kind: found[2]
+            for kind, found in on_ranks(2, many_stages, tmp_path / str(micro), kinds, {"micro_batch_size": micro})[
+                0
+            ].items()
+        }
     assert all(numbers[1][kind] == numbers[2][kind] > 0 for kind in ("0", "1", "0-bf16", "1-bf16")), numbers
     assert numbers[1]["2"] == 2 * numbers[2]["2"]
 
@@ -229,7 +279,10 @@ class Counting(Samples):
     def ready(self, batch, device, dtype):
         self.alive.append(sum(not storage.expired() for storage in self.handed_out))
         made = replace(batch, features=batch.features.clone(), last_hidden=batch.last_hidden.clone())
-        self.handed_out += [StorageWeakRef(made.features.untyped_storage()), StorageWeakRef(made.last_hidden.untyped_storage())]
+        self.handed_out += [
+            StorageWeakRef(made.features.untyped_storage()),
+            StorageWeakRef(made.last_hidden.untyped_storage()),
+        ]
         return made
 
 
@@ -263,9 +316,15 @@ class Collectives(TorchDispatchMode):
 
 def waiting_for_each_other(root):
     """Chunks of three rows, of which the ranks have different numbers. Domino's head is large enough for ZeRO-3 to divide it."""
-    shape, found = replace(shape_of("domino-shifted", load_target(tiny_config(), dtype="float32", device="cpu")), emb_dim=512), {}
+    shape, found = (
+        replace(shape_of("domino-shifted", load_target(tiny_config(), dtype="float32", device="cpu")), emb_dim=512),
+        {},
+    )
     for stage in (1, 3):
-        training, seen = trainer(root / str(stage), stage, variant="domino-shifted", shape=shape, loss_rows=3, steps=2), []
+        training, seen = (
+            trainer(root / str(stage), stage, variant="domino-shifted", shape=shape, loss_rows=3, steps=2),
+            [],
+        )
         unroll = training.engine.module
         forward = unroll.forward
 
@@ -274,6 +333,7 @@ def waiting_for_each_other(root):
                 result = forward(*arguments)
             seen.append(collectives.count)
             return result
+
         unroll.forward = counted
         training.train()
         found[stage] = seen, rows_of(root / str(stage))
@@ -331,8 +391,16 @@ def kind_of(kind):
     return {"stage": int(stage), "offload": "offload" in more, "precision": "bfloat16" if "bf16" in more else "float32"}
 
 
-@pytest.mark.parametrize("kinds", [("1",), pytest.param(("0", "2", "3", "0-bf16", "1-bf16", "2-bf16", "3-bf16"), marks=pytest.mark.slow),
-                                   pytest.param(("1-offload", "2-offload", "3-offload", "2-offload-bf16", "3-offload-bf16"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("1",),
+        pytest.param(("0", "2", "3", "0-bf16", "1-bf16", "2-bf16", "3-bf16"), marks=pytest.mark.slow),
+        pytest.param(
+            ("1-offload", "2-offload", "3-offload", "2-offload-bf16", "3-offload-bf16"), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_training_that_died_goes_on_as_if_it_had_not(kinds, start):
     """Two ranks, the middle of an epoch: weights, optimiser and log to the last bit."""
     folder, ranks = start(going_on, kinds)
@@ -340,8 +408,14 @@ def test_a_training_that_died_goes_on_as_if_it_had_not(kinds, start):
         for kind, ((weights, over, optimiser), (again, over_again, optimiser_again)) in found.items():
             assert over and over_again and equal(weights, again), kind
             assert all(torch.equal(a, b) for a, b in zip(optimiser, optimiser_again, strict=True)), kind
-            assert rows_of(folder / f"whole-{kind}") == rows_of(folder / f"parts-{kind}") and len(rows_of(folder / f"parts-{kind}")) == 6
-            assert sorted(path.name for path in (folder / f"parts-{kind}" / "checkpoints").glob("step-*")) == ["step-0000004", "step-0000006"]
+            assert (
+                rows_of(folder / f"whole-{kind}") == rows_of(folder / f"parts-{kind}")
+                and len(rows_of(folder / f"parts-{kind}")) == 6
+            )
+            assert sorted(path.name for path in (folder / f"parts-{kind}" / "checkpoints").glob("step-*")) == [
+                "step-0000004",
+                "step-0000006",
+            ]
 
 
 def each(root, stages, validate, precision):
@@ -349,7 +423,10 @@ def each(root, stages, validate, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after, precision, close", [(2, 1, "float32", (1e-5, 1e-7)), (1, 2, "float32", (1e-5, 1e-7)), (2, 1, "bfloat16", (1e-2, 1e-3))])
+@pytest.mark.parametrize(
+    "before, after, precision, close",
+    [(2, 1, "float32", (1e-5, 1e-7)), (1, 2, "float32", (1e-5, 1e-7)), (2, 1, "bfloat16", (1e-2, 1e-3))],
+)
 def test_other_ranks_go_on_with_the_same_training(before, after, precision, close, tmp_path):
     """ZeRO's own checkpoints through the universal form, stage 0's as they are: fp32 weights as without interruption."""
     whole = on_ranks(after, each, tmp_path / "whole", STAGES, nothing, precision)[0]
@@ -357,7 +434,13 @@ def test_other_ranks_go_on_with_the_same_training(before, after, precision, clos
     again = on_ranks(after, each, tmp_path / "parts", STAGES, nothing, precision)[0]
     for stage in STAGES:
         for name, weight in whole[stage][0].items():
-            torch.testing.assert_close(again[stage][0][name], weight, rtol=close[0], atol=close[1], msg=lambda text, stage=stage, name=name: f"stage {stage}, {name}: {text}")
+            torch.testing.assert_close(
+                again[stage][0][name],
+                weight,
+                rtol=close[0],
+                atol=close[1],
+                msg=lambda text, stage=stage, name=name: f"stage {stage}, {name}: {text}",
+            )
         assert not list((tmp_path / "parts" / str(stage)).rglob("*.universal*"))
 
 
@@ -424,7 +507,13 @@ def thrown_back(root):
     found = {}
     for name in ("parts", "whole"):
         weights, over, _ = run(root / name, 0, Scores(scores), **settings)
-        found[name] = weights, over, last_of(root / name / "checkpoints").step, best_of(root / name / "checkpoints"), read_jsonl(root / name / "validation.jsonl")
+        found[name] = (
+            weights,
+            over,
+            last_of(root / name / "checkpoints").step,
+            best_of(root / name / "checkpoints"),
+            read_jsonl(root / name / "validation.jsonl"),
+        )
     return after_kill, found
 
 
@@ -453,6 +542,7 @@ def by_share(root):
         if step:
             (root / "stop").touch()
         return first(step, drafter)
+
     training.train(stopping)
     again, second = trainer(root, 0, **settings), Slow([1.0] * 61)
     again.train(second)
@@ -472,7 +562,9 @@ def test_rows_say_what_a_step_did_and_cost(start):
     plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4))
     for row in read_jsonl(folder / "whole-1" / "metrics.jsonl"):
         samples = plan.samples(row["step"] - 1)
-        assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(sum(LENGTHS[sample] for sample in samples))
+        assert row["tokens_per_second"] * row["seconds_per_step"] == pytest.approx(
+            sum(LENGTHS[sample] for sample in samples)
+        )
         assert row["origins_per_second"] * row["seconds_per_step"] == pytest.approx(3 * len(samples))
         assert 0 <= row["wait_share"] < 1 and 0.05 < row["memory_gb"] < 50
 
@@ -483,13 +575,21 @@ def test_rates_are_those_of_the_steps_since_the_last_row():
         window.add(Agreed(torch.ones(2), tokens=100.0, origins=40.0, stop=False), wait)
     row = window.row()
     assert {name: row[name] for name in row if name != "memory_gb"} == pytest.approx(
-        {"tokens_per_second": 20, "origins_per_second": 8, "seconds_per_step": 5, "wait_share": 0.2}, rel=0.01)
+        {"tokens_per_second": 20, "origins_per_second": 8, "seconds_per_step": 5, "wait_share": 0.2}, rel=0.01
+    )
     assert row["memory_gb"] == pytest.approx(peak_memory() / 1e9, rel=0.01)
 
 
 def test_a_training_that_only_lost_says_so(tmp_path, capsys):
     for best, says in ((Best(0, 90.0), "no checkpoint is predicted to be faster"), (Best(4, 110.0), ""), (None, "")):
-        done = SimpleNamespace(run_folder=tmp_path, best=best, standing=Standing(6), out_of_patience=False, step=6, plan=SimpleNamespace(steps=6))
+        done = SimpleNamespace(
+            run_folder=tmp_path,
+            best=best,
+            standing=Standing(6),
+            out_of_patience=False,
+            step=6,
+            plan=SimpleNamespace(steps=6),
+        )
         assert Trainer.end(done)
         said = capsys.readouterr().err
         assert says in said if says else not said
@@ -500,13 +600,24 @@ def test_another_stage_is_refused_by_name(tmp_path):
     """DeepSpeed could not read the checkpoints, nor with another offload; a folder of before this was noted goes on."""
     two, offloaded = {"stage": 2, "offload": False}, {"stage": 2, "offload": True}
     for found, wanted in ((two, {"stage": 3, "offload": False}), (two, offloaded), (offloaded, two)):
-        with pytest.raises(ValueError, match=f"was trained with deepspeed=zero2 deepspeed.offload={str(found['offload']).lower()}, this run has deepspeed=zero{wanted['stage']}"):
+        with pytest.raises(
+            ValueError,
+            match=f"was trained with deepspeed=zero2 deepspeed.offload={str(found['offload']).lower()}, this run has deepspeed=zero{wanted['stage']}",
+        ):
             require_division(found, wanted, tmp_path)
     require_division(two, dict(two), tmp_path)
     require_division(None, two, tmp_path)
 
 
-QUICK = ((thrown_back,), (skipping, "float32", (0, 3)), (going_on, ("1",)), (validating, (3,)), (by_share,), (one_at_a_time, (1,)), (waiting_for_each_other,))
+QUICK = (
+    (thrown_back,),
+    (skipping, "float32", (0, 3)),
+    (going_on, ("1",)),
+    (validating, (3,)),
+    (by_share,),
+    (one_at_a_time, (1,)),
+    (waiting_for_each_other,),
+)
 
 
 # Work for every rank
@@ -518,7 +629,9 @@ def test_every_rank_gets_its_share_and_a_step_is_the_same_on_any_number_of_them(
         shares = plan.shares(step, ranks)
         assert len(shares) == ranks and all(len(share) == plan.turns(ranks) for share in shares)
         assert sorted(index for share in shares for micro in share for index in micro) == sorted(plan.samples(step))
-    assert sorted(index for step in range(plan.steps_per_epoch) for index in plan.samples(step)) == list(range(len(LENGTHS)))
+    assert sorted(index for step in range(plan.steps_per_epoch) for index in plan.samples(step)) == list(
+        range(len(LENGTHS))
+    )
 
 
 def idle_share(shares, lengths):
@@ -534,7 +647,9 @@ def test_ranks_have_as_many_tokens():
     found = {"dealt": [], "shared": []}
     for step in range(plan.steps_per_epoch):
         micros = micro_batches(plan.samples(step), 2)
-        found["dealt"].append(idle_share([[*micros[rank::8], *[[]] * (8 - len(micros[rank::8]))][:8] for rank in range(8)], lengths))
+        found["dealt"].append(
+            idle_share([[*micros[rank::8], *[[]] * (8 - len(micros[rank::8]))][:8] for rank in range(8)], lengths)
+        )
         found["shared"].append(idle_share(plan.shares(step, 8), lengths))
     (dealt_idle, dealt_apart), (idle, apart) = (np.mean(found[name], axis=0) for name in ("dealt", "shared"))
     assert idle <= dealt_idle and apart < dealt_apart / 4 and apart < 0.002, (dealt_idle, dealt_apart, idle, apart)
@@ -569,17 +684,28 @@ def files_of_at_most(size):
 
 @pytest.mark.parametrize("engine, width", [(Writes(100_000), 2), (Writes(100), 200)], ids=["torch", "safetensors"])
 def test_a_file_that_cannot_be_written_is_told_as_such(engine, width, tmp_path):
-    with files_of_at_most(50_000), pytest.raises(OSError, match=r"(?s)the checkpoint of step 4 could not be written to .*; make room") as told:
+    with (
+        files_of_at_most(50_000),
+        pytest.raises(OSError, match=r"(?s)the checkpoint of step 4 could not be written to .*; make room") as told,
+    ):
         Checkpoints(tmp_path, 2).save(engine, torch.nn.Linear(width, width), 4, {})
     assert isinstance(told.value.__cause__, RuntimeError if width == 2 else SafetensorError)
     assert last_of(tmp_path) is None
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    ],
+)
 def test_what_is_no_file_s_fault_is_not_told_as_one(error, tmp_path, monkeypatch):
     """In DeepSpeed's own gathering and meeting, in ours, and where the best weights are gathered."""
+
     def fail(*_):
         raise error
+
     saves, drafter = Checkpoints(tmp_path, 2), torch.nn.Linear(2, 2)
     with pytest.raises(type(error)) as found:
         saves.save(Writes(error=error), drafter, 4, {})
@@ -608,6 +734,7 @@ def saving(folder, more):
             room = os.statvfs(folder)
             filler.write_bytes(bytes(room.f_bavail * room.f_frsize - checkpoint_bytes(training.drafter) - more))
         return nothing(step, drafter)
+
     try:
         training.train(fill)
     except OSError as error:
@@ -622,7 +749,9 @@ def small_disk(tmp_path):
     """A file system of a few MB, where this user may mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small disk: {mounted.stderr.strip()}")
     yield folder

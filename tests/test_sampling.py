@@ -21,9 +21,13 @@ from dloop_train.types import Context, Round
 
 VOCABULARY, STOP, PROMPT = 3, 2, (1, 0, 1)
 EXACT = 1e-12
-RULES = {"rejection": Rejection(temperature=1.0), "rejection, likeliest drafts": Rejection(temperature=0.8, draft_temperature=0.0),
-         "rejection, sharper drafts": Rejection(temperature=1.3, draft_temperature=0.6), "match": Match(temperature=1.0),
-         "match, likeliest drafts": Match(temperature=0.8, draft_temperature=0.0)}
+RULES = {
+    "rejection": Rejection(temperature=1.0),
+    "rejection, likeliest drafts": Rejection(temperature=0.8, draft_temperature=0.0),
+    "rejection, sharper drafts": Rejection(temperature=1.3, draft_temperature=0.6),
+    "match": Match(temperature=1.0),
+    "match, likeliest drafts": Match(temperature=0.8, draft_temperature=0.0),
+}
 
 
 # Small models
@@ -32,17 +36,33 @@ RULES = {"rejection": Rejection(temperature=1.0), "rejection, likeliest drafts":
 @pytest.fixture(scope="module")
 def target() -> Target:
     """Three tokens, and weights large enough that they are not alike."""
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": VOCABULARY,
-             "initializer_range": 0.6, "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.6,
+        "tie_word_embeddings": False,
+    }
     values = option("target", "tiny_llama")
-    return load_target(build(values | {"mask_token_id": 0, "stop_ids": [STOP], "config": values["config"] | sizes}, TargetConfig), dtype="float64", device="cpu")
+    return load_target(
+        build(values | {"mask_token_id": 0, "stop_ids": [STOP], "config": values["config"] | sizes}, TargetConfig),
+        dtype="float64",
+        device="cpu",
+    )
 
 
 def small_drafter(variant: str, target: Target):
     """A random drafter of a variant with few tokens a stage; a reduced draft vocabulary has two of the three."""
     config = settings_of(variant)
     reduced = {"draft_vocab_size": 2} if getattr(config, "draft_vocab_size", 0) else {}
-    few = {"width": 2} if hasattr(config, "width") else {"tokens_per_stage": 2 if getattr(config, "fc_norm", False) else 1}
+    few = (
+        {"width": 2}
+        if hasattr(config, "width")
+        else {"tokens_per_stage": 2 if getattr(config, "fc_norm", False) else 1}
+    )
     config = dataclasses.replace(config, **few, **reduced)
     shape = config.shape(target.spec, TAPS)
     for change in VARIANTS[variant][2:]:
@@ -103,6 +123,7 @@ def look_up(drafter):
             if key not in seen:
                 seen[key] = function(*arguments)
             return seen[key]
+
         return answer
 
     def stage(state, anchors, choose, live=drafter.stage):
@@ -139,7 +160,11 @@ class Walk(Chance):
 
     def branch(self, weights: list[float]) -> int:
         step = len(self.taken)
-        taken = self.path[step] if step < len(self.path) else next(number for number, weight in enumerate(weights) if weight)
+        taken = (
+            self.path[step]
+            if step < len(self.path)
+            else next(number for number, weight in enumerate(weights) if weight)
+        )
         self.taken.append(taken)
         self.weights.append(weights)
         return taken
@@ -218,7 +243,11 @@ def law_of_whole_texts(target, drafter, gate, rule, length) -> dict[tuple, float
     final, path = defaultdict(float), []
     while path is not None:
         chance = Walk(path)
-        said = [token for e in decode(target, drafter, gate, PROMPT, max_new_tokens=length, rule=rule, chance=chance) for token in e.tokens]
+        said = [
+            token
+            for e in decode(target, drafter, gate, PROMPT, max_new_tokens=length, rule=rule, chance=chance)
+            for token in e.tokens
+        ]
         final[tuple(said)] += chance.probability(0)
         path = chance.after(0)
     return final
@@ -227,8 +256,12 @@ def law_of_whole_texts(target, drafter, gate, rule, length) -> dict[tuple, float
 # Laws
 
 
-CASES = [("rejection", variant) for variant in VARIANTS] + [(rule, variant) for rule in RULES if rule != "rejection"
-                                                             for variant in ("dflash-fill_in", "domino-shifted", "dspark-rnn", "eagle3-reduced", "mtp_assistant")]
+CASES = [("rejection", variant) for variant in VARIANTS] + [
+    (rule, variant)
+    for rule in RULES
+    if rule != "rejection"
+    for variant in ("dflash-fill_in", "domino-shifted", "dspark-rnn", "eagle3-reduced", "mtp_assistant")
+]
 """Every drafter by the default rule, and every rule with a drafter of each kind."""
 
 
@@ -251,7 +284,9 @@ def test_texts_are_as_likely_as_the_targets_own(named, variant, target):
         scores = sorted(round.scores[0] for round in rounds if round.stages > 1)
         line = scores[len(scores) // 2]
         assert scores[0] < line
-        assert {round.scores[0] < line for round in rounds_under(DLoop(threshold=line, max_stages=3)) if round.stages > 1} == {False}
+        assert {
+            round.scores[0] < line for round in rounds_under(DLoop(threshold=line, max_stages=3)) if round.stages > 1
+        } == {False}
     if drafter.k == 1 and rule is RULES["rejection"]:
         rounds_under(Never())
         rounds_under(Always(max_stages=3))
@@ -260,7 +295,13 @@ def test_texts_are_as_likely_as_the_targets_own(named, variant, target):
 @pytest.mark.parametrize("rule", [RULES["rejection"], RULES["match, likeliest drafts"]], ids=repr)
 def test_whole_texts_with_the_targets_own_cache(rule, target):
     drafter = small_drafter("dflash-fill_in", target)
-    assert variation(law_of_whole_texts(target, drafter, DLoop(threshold=-1.0), rule, 3), law_of_the_target(target, rule.temperature, 3)) < EXACT
+    assert (
+        variation(
+            law_of_whole_texts(target, drafter, DLoop(threshold=-1.0), rule, 3),
+            law_of_the_target(target, rule.temperature, 3),
+        )
+        < EXACT
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
@@ -289,7 +330,9 @@ class BonusFromTheWrongPlace(Rejection):
     """Takes the token after an accepted draft from the last drafted position."""
 
     def judge_sampled(self, drafted, proposed, target, chance):
-        return super().judge_sampled(drafted, proposed, torch.cat([target[:-1], target[-2:-1]]) if drafted else target, chance)
+        return super().judge_sampled(
+            drafted, proposed, torch.cat([target[:-1], target[-2:-1]]) if drafted else target, chance
+        )
 
 
 class JudgedElsewhere(Rejection):
@@ -299,14 +342,21 @@ class JudgedElsewhere(Rejection):
         return super().judge_sampled(drafted, proposed, distribution(target.log(), 0.8), chance)
 
 
-MUTANTS = {"the residual is p": (Rejection, "residual", lambda p, q: p, 1e-2),
-           "the residual is not cut at zero": (Rejection, "residual", lambda p, q: (p - q).abs() / (p - q).abs().sum(), 1e-2),
-           "accepted with q / p": (Rejection, "acceptance", lambda p, q, drafted: rules_as_they_are["acceptance"](q, p, drafted), 1e-2),
-           "always accepted": (Rejection, "acceptance", lambda p, q, drafted: [1.0] * len(drafted), 1e-2),
-           "drawn at another temperature": (DrawnElsewhere, None, None, 1e-2),
-           "drawn in low precision": (DrawnInLowPrecision, None, None, 1e-5),
-           "the bonus of another place": (BonusFromTheWrongPlace, None, None, 1e-3),
-           "judged at another temperature": (JudgedElsewhere, None, None, 1e-2)}
+MUTANTS = {
+    "the residual is p": (Rejection, "residual", lambda p, q: p, 1e-2),
+    "the residual is not cut at zero": (Rejection, "residual", lambda p, q: (p - q).abs() / (p - q).abs().sum(), 1e-2),
+    "accepted with q / p": (
+        Rejection,
+        "acceptance",
+        lambda p, q, drafted: rules_as_they_are["acceptance"](q, p, drafted),
+        1e-2,
+    ),
+    "always accepted": (Rejection, "acceptance", lambda p, q, drafted: [1.0] * len(drafted), 1e-2),
+    "drawn at another temperature": (DrawnElsewhere, None, None, 1e-2),
+    "drawn in low precision": (DrawnInLowPrecision, None, None, 1e-5),
+    "the bonus of another place": (BonusFromTheWrongPlace, None, None, 1e-3),
+    "judged at another temperature": (JudgedElsewhere, None, None, 1e-2),
+}
 rules_as_they_are = {"acceptance": rules.acceptance}
 
 
@@ -316,13 +366,19 @@ def test_a_wrong_rule_is_noticed(mutant, target, monkeypatch):
     if name:
         monkeypatch.setattr(rules, name, instead)
     drafter = look_up(small_drafter("eagle3-reduced", target))
-    law = law_of_decoding(LookedUpTarget(target), drafter, DLoop(threshold=-1.0, max_stages=3), rule(temperature=1.0), 4)
+    law = law_of_decoding(
+        LookedUpTarget(target), drafter, DLoop(threshold=-1.0, max_stages=3), rule(temperature=1.0), 4
+    )
     assert sum(law.values()) == pytest.approx(1)
     assert variation(law, law_of_the_target(target, 1.0, 4)) > margin
 
 
 def test_a_reduced_vocabulary_is_judged_by_the_targets_ids(target, monkeypatch):
-    monkeypatch.setattr(loop, "over_target", lambda proposed, drafter, vocab_size: torch.nn.functional.pad(proposed, (0, vocab_size - proposed.shape[-1])))
+    monkeypatch.setattr(
+        loop,
+        "over_target",
+        lambda proposed, drafter, vocab_size: torch.nn.functional.pad(proposed, (0, vocab_size - proposed.shape[-1])),
+    )
     drafter = look_up(small_drafter("eagle3-reduced", target))
     law = law_of_decoding(LookedUpTarget(target), drafter, Never(), Rejection(temperature=1.0), 4)
     assert variation(law, law_of_the_target(target, 1.0, 4)) > 1e-2
@@ -332,7 +388,15 @@ def test_a_reduced_vocabulary_is_judged_by_the_targets_ids(target, monkeypatch):
 
 
 def text_of(target, drafter, rule, identity="one", gate=None, length=30):
-    emissions = decode(target, drafter, gate or Always(max_stages=2), [60, 61, 62], max_new_tokens=length, rule=rule, chance=Chance(rule.seed, identity))
+    emissions = decode(
+        target,
+        drafter,
+        gate or Always(max_stages=2),
+        [60, 61, 62],
+        max_new_tokens=length,
+        rule=rule,
+        chance=Chance(rule.seed, identity),
+    )
     return [token for emission in emissions for token in emission.tokens]
 
 
@@ -367,7 +431,9 @@ def test_matching_likeliest_drafts_gives_the_text_of_plain_sampling(variant, tin
 @pytest.mark.parametrize("variant", ["dflash-fill_in", "eagle3-reduced"])
 @pytest.mark.parametrize("kind", [Rejection, Match])
 def test_temperature_zero_is_greedy(kind, variant, tiny_target):
-    assert text_of(tiny_target, make_drafter(variant, tiny_target), kind(), length=12) == decode_plain(tiny_target, [60, 61, 62], max_new_tokens=12)
+    assert text_of(tiny_target, make_drafter(variant, tiny_target), kind(), length=12) == decode_plain(
+        tiny_target, [60, 61, 62], max_new_tokens=12
+    )
 
 
 def test_chance_draws_as_often_as_it_should():
@@ -395,14 +461,23 @@ def test_a_stage_remembers_what_it_chose_and_from_what(variant, tiny_target):
 
 
 def test_probabilities_are_at_least_fp32():
-    for given, exact in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for given, exact in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         assert distribution(torch.randn(2, 5).to(given), 0.5).dtype == exact
 
 
 def test_every_rule_yaml_builds_and_says_what_it_refuses():
     for path in (CONF / "rule").glob("*.yaml"):
-        assert isinstance(build(option("rule", path.stem) | {"temperature": 1, "draft_temperature": 0}, Rule, "rule"), Rule)
-    for settings, words in (({"temperature": -1.0}, "rule.temperature must not be negative"), ({"temperature": 1.0, "draft_temperature": -1.0}, "rule.draft_temperature must not"),
-                            ({"draft_temperature": 0.5}, "raise rule.temperature")):
+        assert isinstance(
+            build(option("rule", path.stem) | {"temperature": 1, "draft_temperature": 0}, Rule, "rule"), Rule
+        )
+    for settings, words in (
+        ({"temperature": -1.0}, "rule.temperature must not be negative"),
+        ({"temperature": 1.0, "draft_temperature": -1.0}, "rule.draft_temperature must not"),
+        ({"draft_temperature": 0.5}, "raise rule.temperature"),
+    ):
         with pytest.raises(ValueError, match=words):
             Rejection(**settings)

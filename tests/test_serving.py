@@ -15,13 +15,28 @@ from dloop_train.targets.sources import load_target
 
 def exported(variant, target, folder, **section):
     drafter = make_drafter(variant, target)
-    loop = {"threshold": -0.5, "tokens_per_stage": drafter.k, "max_stages": 4, "trained_depth_exposure": 3, "state": drafter.shape.state, "slot": drafter.shape.slot}
-    save_drafter(drafter, folder, section=loop | settings_of(variant).section() | section, target=target.spec, dtype=torch.float32)
+    loop = {
+        "threshold": -0.5,
+        "tokens_per_stage": drafter.k,
+        "max_stages": 4,
+        "trained_depth_exposure": 3,
+        "state": drafter.shape.state,
+        "slot": drafter.shape.slot,
+    }
+    save_drafter(
+        drafter,
+        folder,
+        section=loop | settings_of(variant).section() | section,
+        target=target.spec,
+        dtype=torch.float32,
+    )
 
 
 def test_stream_equals_plain_decoding(variant, tiny_target, tmp_path):
     if variant.endswith("gemma4") or variant == "mtp_assistant-bonus":
-        pytest.skip("made for a target with Gemma's scales or windows, and refused on a Llama; the pipeline's tests serve such on their own")
+        pytest.skip(
+            "made for a target with Gemma's scales or windows, and refused on a Llama; the pipeline's tests serve such on their own"
+        )
     exported(variant, tiny_target, tmp_path)
     model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")
     ours = make_drafter(variant, tiny_target)
@@ -51,4 +66,6 @@ def test_an_official_eagle3_folder_that_names_no_taps_is_served_with_the_layouts
         del config[key]
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")
-    assert model.drafter.shape.taps == (1, 1, 1) and list(model.tokens([60, 61, 62], max_new_tokens=6)) == decode_plain(model.target, [60, 61, 62], max_new_tokens=6)
+    assert model.drafter.shape.taps == (1, 1, 1) and list(model.tokens([60, 61, 62], max_new_tokens=6)) == decode_plain(
+        model.target, [60, 61, 62], max_new_tokens=6
+    )

@@ -11,8 +11,20 @@ from test_pipeline import environment, wait_for
 
 from dloop_train.phases.sharing import here, make_files, missing
 
-COMMAND = [sys.executable, "-m", "dloop_train", "+drafter=dflash", "+target=tiny_llama", "launch.threads=1", "prompts.limit=64", "generate.batch_size=4",
-           "generate.max_new_tokens=96", "generate.greedy_prompts=3", "cache.shard_bytes=60000", "phases=[generate,cache]"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "dloop_train",
+    "+drafter=dflash",
+    "+target=tiny_llama",
+    "launch.threads=1",
+    "prompts.limit=64",
+    "generate.batch_size=4",
+    "generate.max_new_tokens=96",
+    "generate.greedy_prompts=3",
+    "cache.shard_bytes=60000",
+    "phases=[generate,cache]",
+]
 
 
 def test_every_file_is_one_ranks(monkeypatch):
@@ -34,13 +46,19 @@ def test_only_missing_files_are_made(tmp_path):
         made.append(number)
         files[number].write_text("new")
         return 1
+
     make_files(files, [5, 6, 7, 8], make, unit="row", desc="test")
     assert made == [0, 1, 3] and files[2].read_text() == "old" and missing(files) == []
     make_files([], [], make, unit="row", desc="test")
 
 
 def made(root: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(root)): file.read_bytes() for kind in ("responses", "greedy", "features") for file in sorted(root.glob(f"{kind}/*/*")) if file.is_file()}
+    return {
+        str(file.relative_to(root)): file.read_bytes()
+        for kind in ("responses", "greedy", "features")
+        for file in sorted(root.glob(f"{kind}/*/*"))
+        if file.is_file()
+    }
 
 
 def run(root: Path, *more: str) -> subprocess.CompletedProcess:
@@ -55,7 +73,14 @@ def test_two_ranks_make_the_same_files_also_when_one_dies(tmp_path):
         (tmp_path / name).mkdir()
     assert run(tmp_path / "one").returncode == 0
     root = tmp_path / "two"
-    started = subprocess.Popen([*COMMAND, "launch.processes=2"], env=environment(root), cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [*COMMAND, "launch.processes=2"],
+        env=environment(root),
+        cwd=root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_for(lambda: list(root.glob("responses/*.partial/unmerged/batches/*")), "no batch")
     os.kill(second_rank(root), signal.SIGKILL)
     assert started.wait() != 0 and "dloop_train: generate:" in started.stderr.read()
@@ -71,7 +96,10 @@ def second_rank(root: Path) -> int:
     """The process id of rank 1."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if str(root).encode() in (path / "cmdline").read_bytes() and b"\0RANK=1\0" in (path / "environ").read_bytes():
+            if (
+                str(root).encode() in (path / "cmdline").read_bytes()
+                and b"\0RANK=1\0" in (path / "environ").read_bytes()
+            ):
                 return int(path.name)
         except OSError:
             continue

@@ -30,15 +30,39 @@ from dloop_train.training.anchors import draw_origins
 from dloop_train.training.metrics import reduce_sums
 from dloop_train.training.unroll import Terms, Unroll
 
-RESPONSES = [Response(f"prompt-{number}", "all", list(range(60 + 7 * number, 66 + 7 * number)), list(range(90, 98 + 2 * number)), False, "") for number in range(3)]
+RESPONSES = [
+    Response(
+        f"prompt-{number}",
+        "all",
+        list(range(60 + 7 * number, 66 + 7 * number)),
+        list(range(90, 98 + 2 * number)),
+        False,
+        "",
+    )
+    for number in range(3)
+]
 PROMPTS = [response.prompt_ids for response in RESPONSES]
-RULES = [Rejection(), Rejection(temperature=0.8), Rejection(temperature=0.8, draft_temperature=0), Match(temperature=0.8)]
+RULES = [
+    Rejection(),
+    Rejection(temperature=0.8),
+    Rejection(temperature=0.8, draft_temperature=0),
+    Match(temperature=0.8),
+]
 QUICK = ("dflash-sliding", "domino-shifted", "dspark-rnn", "eagle3-reduced", "mtp", "mtp_assistant-bonus")
 """One of each family; together they have windows, both alignments, a draft vocabulary, token heads."""
 TEXTS = [text_of(response, 99) for response in RESPONSES]
 
 
-@pytest.fixture(autouse=True, params=["simulated", pytest.param("real", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])
+@pytest.fixture(
+    autouse=True,
+    params=[
+        "simulated",
+        pytest.param(
+            "real",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
 def device(request, monkeypatch):
     """The simulated device, on which FlexAttention makes its block masks uncompiled; what it would compute comes from the dense form, which a CPU can
     differentiate. Where there is a real device, that one too."""
@@ -50,8 +74,11 @@ def device(request, monkeypatch):
 
     def in_blocks(queries, keys, values, sight, ahead, scale, window):
         mask = sight.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
-        assert {each.device for each in (queries, keys, values, *mask.as_tuple()) if isinstance(each, torch.Tensor)} == {queries.device}
+        assert {
+            each.device for each in (queries, keys, values, *mask.as_tuple()) if isinstance(each, torch.Tensor)
+        } == {queries.device}
         return attention.context_in_parts(queries, keys, values, sight, ahead, scale, window)
+
     monkeypatch.setattr(attention, "flex", lambda compiled: uncompiled)
     monkeypatch.setattr(attention, "context_in_blocks", in_blocks)
     monkeypatch.setattr(attention, "HEADS", range(1, 257))  # the tiny targets have small ones
@@ -64,7 +91,9 @@ def target(device):
     return load_target(tiny_config(), dtype="float32")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(VARIANTS)])
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(VARIANTS)]
+)
 def variant(request):
     return request.param
 
@@ -76,22 +105,40 @@ def drafter(variant, target, device):
 
 @pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
 def test_a_training_step(drafter, target, device, pack):
-    batch = collate([replace(sample, features=drafters_row(sample, drafter.shape.reads)) for sample in
-                     read_samples(target, TEXTS, drafter.shape.reads, dtype=torch.float32, batch_tokens=40)]).to(device, torch.float32)
+    batch = collate(
+        [
+            replace(sample, features=drafters_row(sample, drafter.shape.reads))
+            for sample in read_samples(target, TEXTS, drafter.shape.reads, dtype=torch.float32, batch_tokens=40)
+        ]
+    ).to(device, torch.float32)
     batch = packed(batch) if pack else batch
     origins = draw_origins(batch, drafter.k, count=2, depth_exposure=2, seed=0, epoch=0)
     unroll = Unroll(drafter.train(), Terms(2), max_rows=1000, recompute=pack)
     result = unroll(batch, origins, unroll.weights(batch, origins), 0.5)
     result.loss.backward()
-    assert all(parameter.grad.is_cuda for parameter in drafter.parameters() if parameter.grad is not None) and result.loss.is_cuda
+    assert (
+        all(parameter.grad.is_cuda for parameter in drafter.parameters() if parameter.grad is not None)
+        and result.loss.is_cuda
+    )
     assert reduce_sums(result.sums)["loss_first"] > 0
 
 
 def test_decoding(drafter, target, monkeypatch):
     for rule in RULES:
-        emissions = list(decode(target, drafter, DLoop(threshold=-1e9, max_stages=2), PROMPTS[0], max_new_tokens=2 * drafter.k + 2, rule=rule))
+        emissions = list(
+            decode(
+                target,
+                drafter,
+                DLoop(threshold=-1e9, max_stages=2),
+                PROMPTS[0],
+                max_new_tokens=2 * drafter.k + 2,
+                rule=rule,
+            )
+        )
         assert emissions[1].round.stages == 2
-    records = replay_all(target, drafter, RESPONSES[:1], DLoop(threshold=-1e9, max_stages=2), [], {}, stages=1, max_new_tokens=20)
+    records = replay_all(
+        target, drafter, RESPONSES[:1], DLoop(threshold=-1e9, max_stages=2), [], {}, stages=1, max_new_tokens=20
+    )
     assert records[0].scores.device.type == "cpu"
     monkeypatch.setattr(costs, "TURNS", 1)
     monkeypatch.setattr(costs, "ROUNDS", 1)
@@ -101,13 +148,28 @@ def test_decoding(drafter, target, monkeypatch):
     assert synchronise.called  # what is queued has not been done
 
 
-@pytest.mark.parametrize("size, dtype, blocks", [(16, torch.float32, True), (256, torch.bfloat16, True), (8, torch.float32, False), (512, torch.bfloat16, True), (1024, torch.bfloat16, False), (64, torch.float64, False)])
+@pytest.mark.parametrize(
+    "size, dtype, blocks",
+    [
+        (16, torch.float32, True),
+        (256, torch.bfloat16, True),
+        (8, torch.float32, False),
+        (512, torch.bfloat16, True),
+        (1024, torch.bfloat16, False),
+        (64, torch.float64, False),
+    ],
+)
 def test_heads_without_a_kernel_have_dense_masks(size, dtype, blocks, device, monkeypatch):
     monkeypatch.undo()
     ways = []
     for name in ("context_in_blocks", "context_in_parts"):
-        monkeypatch.setattr(attention, name, lambda queries, *_, name=name: ways.append(name) or (queries, queries[..., 0].float()))
-    queries, context = torch.zeros(1, 2, 3, 4, size, device=device, dtype=dtype), attention.KV(*[torch.zeros(1, 9, 2, size, device=device, dtype=dtype)] * 2)
+        monkeypatch.setattr(
+            attention, name, lambda queries, *_, name=name: ways.append(name) or (queries, queries[..., 0].float())
+        )
+    queries, context = (
+        torch.zeros(1, 2, 3, 4, size, device=device, dtype=dtype),
+        attention.KV(*[torch.zeros(1, 9, 2, size, device=device, dtype=dtype)] * 2),
+    )
     origin = torch.tensor([[3, 5]], device=device)
     attention.loop_attention(queries, context, None, attention.Sight(origin, torch.zeros_like(origin)), 1.0)
     assert ways == ["context_in_blocks" if blocks else "context_in_parts"]
@@ -166,16 +228,44 @@ class Engine:
         (Path(folder) / tag).mkdir()
 
 
-@pytest.mark.parametrize("drafter, target, features, settings", [
-    pytest.param("eagle3", "tiny_llama", "disk", ["++drafter.draft_vocab_size=200", "++train.pack=true"]),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in [
-        ("dflash", "tiny_llama", "disk", ["++drafter.width=4", "++train.pack=true"]), ("dspark", "tiny_qwen3", "online", ["++drafter.width=4"]),
-        ("domino", "tiny_qwen3", "disk", ["++drafter.width=4"]), ("eagle3", "tiny_gemma4", "online", ["++train.recompute=true"]),
-        ("mtp", "tiny_qwen35", "disk", ["++train.pack=true"]), ("mtp_assistant", "tiny_gemma4", "online", [])])])
+@pytest.mark.parametrize(
+    "drafter, target, features, settings",
+    [
+        pytest.param("eagle3", "tiny_llama", "disk", ["++drafter.draft_vocab_size=200", "++train.pack=true"]),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("dflash", "tiny_llama", "disk", ["++drafter.width=4", "++train.pack=true"]),
+                ("dspark", "tiny_qwen3", "online", ["++drafter.width=4"]),
+                ("domino", "tiny_qwen3", "disk", ["++drafter.width=4"]),
+                ("eagle3", "tiny_gemma4", "online", ["++train.recompute=true"]),
+                ("mtp", "tiny_qwen35", "disk", ["++train.pack=true"]),
+                ("mtp_assistant", "tiny_gemma4", "online", []),
+            ]
+        ),
+    ],
+)
 def test_all_phases(drafter, target, features, settings, tmp_path, monkeypatch):
-    config = composed(f"+drafter={drafter}", f"+target={target}", f"features={features}", f"root={tmp_path}", *settings, "++prompts.limit=12", "++generate.max_new_tokens=8",
-                      "++generate.greedy_max_new_tokens=8", "++generate.greedy_prompts=2", "++train.steps=2", "++train.batch_size=4", "++train.micro_batch_size=2", "++train.origins=3",
-                      "++train.depth_exposure=2", "++wandb.mode=disabled", "++evaluate.prompts=1", "++evaluate.max_new_tokens=8", "++evaluate.replay_stages=2")
+    config = composed(
+        f"+drafter={drafter}",
+        f"+target={target}",
+        f"features={features}",
+        f"root={tmp_path}",
+        *settings,
+        "++prompts.limit=12",
+        "++generate.max_new_tokens=8",
+        "++generate.greedy_max_new_tokens=8",
+        "++generate.greedy_prompts=2",
+        "++train.steps=2",
+        "++train.batch_size=4",
+        "++train.micro_batch_size=2",
+        "++train.origins=3",
+        "++train.depth_exposure=2",
+        "++wandb.mode=disabled",
+        "++evaluate.prompts=1",
+        "++evaluate.max_new_tokens=8",
+        "++evaluate.replay_stages=2",
+    )
     monkeypatch.setattr(engine, "start_engine", lambda unroll, settings, *_, **__: Engine(unroll, settings))
     monkeypatch.setattr(train, "initialise_distributed", lambda threads: None)
     monkeypatch.setattr(costs, "TURNS", 1)
@@ -189,4 +279,8 @@ def test_all_phases(drafter, target, features, settings, tmp_path, monkeypatch):
     evaluate.run(config)
     folder = artifacts.run_folder(config) / "drafter"
     model = dloop_train.load(folder, target)
-    assert model.target.device.type == "cuda" and list(model.tokens([60, 61, 62], max_new_tokens=6)) and list(model.generate("hello", max_new_tokens=6, temperature=1.0))
+    assert (
+        model.target.device.type == "cuda"
+        and list(model.tokens([60, 61, 62], max_new_tokens=6))
+        and list(model.generate("hello", max_new_tokens=6, temperature=1.0))
+    )

@@ -16,8 +16,18 @@ REPOSITORY = Path(__file__).parents[1]
 CLUSTER = os.environ.get("DLOOP_TEST_CLUSTER", "")
 """Folder of the cluster that slurm_cluster.sh started."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-SETTINGS = ["+drafter=eagle3", "+target=tiny_llama", "prompts.limit=32", "train.steps=40", "train.save_every=4", "train.micro_batch_size=4", "launch.threads=1",
-            "evaluate.dtype=float32", "export.checkpoint=last", "gate.threshold=-0.5"]
+SETTINGS = [
+    "+drafter=eagle3",
+    "+target=tiny_llama",
+    "prompts.limit=32",
+    "train.steps=40",
+    "train.save_every=4",
+    "train.micro_batch_size=4",
+    "launch.threads=1",
+    "evaluate.dtype=float32",
+    "export.checkpoint=last",
+    "gate.threshold=-0.5",
+]
 """The last checkpoint and a threshold that is given: which ones validate best also depends on how long things take."""
 
 
@@ -33,12 +43,29 @@ class Job:
     def __init__(self, root: Path, script: str, *overrides: str, flags: tuple[str, ...] = ()):
         self.root = root
         root.mkdir(exist_ok=True)
-        environment = os.environ | {"DLOOP_ROOT": str(root), "DLOOP_VENV": sys.prefix, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        command = ["sbatch", "--parsable", f"--output={root / 'slurm.out'}", *flags, f"launchers/{script}", *SETTINGS, *overrides]
-        self.id = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+        environment = os.environ | {
+            "DLOOP_ROOT": str(root),
+            "DLOOP_VENV": sys.prefix,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+        }
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--output={root / 'slurm.out'}",
+            *flags,
+            f"launchers/{script}",
+            *SETTINGS,
+            *overrides,
+        ]
+        self.id = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     def state(self) -> str:
-        shown = subprocess.run(["scontrol", "show", "job", "--oneliner", self.id], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            ["scontrol", "show", "job", "--oneliner", self.id], capture_output=True, text=True, check=True
+        ).stdout
         return shown.split("JobState=")[1].split()[0]
 
     def log(self) -> str:
@@ -49,7 +76,9 @@ class Job:
         deadline = time.monotonic() + seconds
         while not reached():
             state = self.state()
-            assert time.monotonic() < deadline and state not in ENDED or reached(), f"job {self.id} is {state}, and that was not reached\n{self.log()[-3000:]}"
+            assert time.monotonic() < deadline and state not in ENDED or reached(), (
+                f"job {self.id} is {state}, and that was not reached\n{self.log()[-3000:]}"
+            )
             time.sleep(0.2)
 
     def end(self) -> str:
@@ -72,10 +101,19 @@ def steps(root: Path) -> int:
 def records(root: Path) -> dict:
     """What must not depend on interruptions."""
     run = root / "runs" / "eagle3-tiny_llama"
-    rounds = {path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)] for path in sorted(run.glob("evaluation/rounds/*.jsonl"))}
-    return {"responses": [path.read_text() for kind in ("responses", "greedy") for path in sorted(root.glob(f"{kind}/*/*.jsonl"))], "rounds": rounds,
-            "shards": [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))],
-            "losses": [(row["step"], row["loss"]) for row in map(json.loads, open(run / "metrics.jsonl"))], "weights": (run / "drafter" / "model.safetensors").read_bytes()}
+    rounds = {
+        path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)]
+        for path in sorted(run.glob("evaluation/rounds/*.jsonl"))
+    }
+    return {
+        "responses": [
+            path.read_text() for kind in ("responses", "greedy") for path in sorted(root.glob(f"{kind}/*/*.jsonl"))
+        ],
+        "rounds": rounds,
+        "shards": [path.read_bytes() for path in sorted(root.glob("features/*/shard-*"))],
+        "losses": [(row["step"], row["loss"]) for row in map(json.loads, open(run / "metrics.jsonl"))],
+        "weights": (run / "drafter" / "model.safetensors").read_bytes(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +147,14 @@ def test_stopped_before_the_time_limit_and_requeued(whole, tmp_path):
 
 def test_stopped_while_it_answers_prompts(tmp_path):
     """On one node, by the other script: a phase that goes on from its last batch ends at once, and comes back."""
-    job = Job(tmp_path / "answering", "slurm_one_node.sbatch", "phases=[generate]", "generate.batch_size=1", "prompts.limit=200", flags=("--mem=4G", "--cpus-per-task=2"))
+    job = Job(
+        tmp_path / "answering",
+        "slurm_one_node.sbatch",
+        "phases=[generate]",
+        "generate.batch_size=1",
+        "prompts.limit=200",
+        flags=("--mem=4G", "--cpus-per-task=2"),
+    )
     job.wait_for(lambda: len(list(job.root.glob("responses/*.partial/unmerged/batches/*.jsonl"))) >= 2)
     job.signal("USR1")
     job.finish()
@@ -119,7 +164,9 @@ def test_stopped_while_it_answers_prompts(tmp_path):
 
 def crash(node: int) -> None:
     """Everything on a node ends at once: its daemon, the job's step and ranks."""
-    pids = subprocess.run(["ip", "netns", "pids", f"dloop{node}"], capture_output=True, text=True, check=True).stdout.split()
+    pids = subprocess.run(
+        ["ip", "netns", "pids", f"dloop{node}"], capture_output=True, text=True, check=True
+    ).stdout.split()
     for pid in pids:
         os.kill(int(pid), signal.SIGKILL)
 
@@ -143,7 +190,9 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(whole, tmp_p
 
 def nothing_is_left_to_tell() -> bool:
     """Both nodes are idle, and Slurm has no message for them that it sends again."""
-    nodes = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True, check=True).stdout.split()
+    nodes = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True, check=True
+    ).stdout.split()
     told = subprocess.run(["sdiag"], capture_output=True, text=True, check=True).stdout
     return nodes == ["idle", "idle"] and "Agent queue size: 0" in " ".join(told.split())
 
@@ -154,9 +203,30 @@ def test_the_shell_of_salloc_stands_outside(tmp_path):
     srun = tmp_path / "bin" / "srun"
     srun.write_text(f'#!/bin/bash\necho "${{@: -1}}" >> {tmp_path}/started\nexec {shutil.which("srun")} "$@"\n')
     srun.chmod(0o755)
-    environment = os.environ | {"DLOOP_ROOT": str(tmp_path / "root"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PATH": f"{srun.parent}:{os.environ['PATH']}"}
-    said = subprocess.run(["salloc", "--nodes=1", "--mem=4G", "--cpus-per-task=2", sys.executable, "-m", "dloop_train", *SETTINGS, "train.steps=4"], cwd=REPOSITORY, env=environment,
-                          capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "DLOOP_ROOT": str(tmp_path / "root"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+    }
+    said = subprocess.run(
+        [
+            "salloc",
+            "--nodes=1",
+            "--mem=4G",
+            "--cpus-per-task=2",
+            sys.executable,
+            "-m",
+            "dloop_train",
+            *SETTINGS,
+            "train.steps=4",
+        ],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert said.returncode == 0, said.stderr[-3000:]
     assert (tmp_path / "started").read_text().split() == ["generate", "cache", "train", "evaluate"]
     assert (tmp_path / "root" / "runs" / "eagle3-tiny_llama" / "report.json").is_file()
@@ -173,5 +243,9 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once_and_last(tmp_path):
     job = Job(tmp_path / "poisoned", "slurm.sbatch", "phases=[train]")
     assert job.end() == "FAILED"
     *_, told, who = job.log().rstrip().splitlines()
-    assert told.startswith("dloop_train: train: ") and "shard-00000.safetensors" in told and who in ("(rank 0 of 2)", "(rank 1 of 2)")
+    assert (
+        told.startswith("dloop_train: train: ")
+        and "shard-00000.safetensors" in told
+        and who in ("(rank 0 of 2)", "(rank 1 of 2)")
+    )
     assert job.log().count(told) == 1 and "Traceback" not in job.log()

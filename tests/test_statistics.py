@@ -20,14 +20,28 @@ K = 2
 
 
 def one(stages, accepted, scores=(), **seconds):
-    return {"stages": stages, "drafted": stages * K, "accepted": accepted, "emitted": accepted + 1, "scores": list(scores),
-            "seconds": seconds}
+    return {
+        "stages": stages,
+        "drafted": stages * K,
+        "accepted": accepted,
+        "emitted": accepted + 1,
+        "scores": list(scores),
+        "seconds": seconds,
+    }
 
 
 def row(identity, rounds, *, seconds=1.0, tokens=None, category="chat"):
     emitted = sum(each["emitted"] for each in rounds)
-    return {"id": identity, "category": category, "prompt_tokens": 3, "tokens": tokens or emitted, "seconds": seconds, "rounds": rounds,
-            "same_text": True, "parting_gap": None}
+    return {
+        "id": identity,
+        "category": category,
+        "prompt_tokens": 3,
+        "tokens": tokens or emitted,
+        "seconds": seconds,
+        "rounds": rounds,
+        "same_text": True,
+        "parting_gap": None,
+    }
 
 
 # Two responses: 1, 3, 5 tokens in three rounds; 7 tokens in one.
@@ -85,22 +99,36 @@ def test_full_acceptance_by_stage():
     assert statistics.full_acceptance(rows, K) == [
         {"stage": 1, "rounds": 6, "full": pytest.approx(4 / 6), "full_given_previous": pytest.approx(4 / 6)},
         {"stage": 2, "rounds": 4, "full": pytest.approx(3 / 4), "full_given_previous": pytest.approx(3 / 3)},
-        {"stage": 3, "rounds": 2, "full": pytest.approx(1 / 2), "full_given_previous": pytest.approx(1 / 2)}]
+        {"stage": 3, "rounds": 2, "full": pytest.approx(1 / 2), "full_given_previous": pytest.approx(1 / 2)},
+    ]
 
 
 def test_a_stage_that_no_round_reached_accepted_has_no_share():
-    assert statistics.full_acceptance([row("a", [one(2, 1)])], K)[1] == {"stage": 2, "rounds": 1, "full": 0, "full_given_previous": None}
+    assert statistics.full_acceptance([row("a", [one(2, 1)])], K)[1] == {
+        "stage": 2,
+        "rounds": 1,
+        "full": 0,
+        "full_given_previous": None,
+    }
 
 
 def test_tokens_and_seconds_by_depth():
-    rows = [row("a", [one(1, 0, draft_first=1.0, verify=2.0), one(2, 4, draft_first=1.0, draft_more=0.5, verify=2.5)]),
-            row("b", [one(1, 2, draft_first=1.0, verify=2.0)])]
-    assert statistics.by_depth(rows) == [{"stages": 1, "rounds": 2, "tokens": 4, "seconds": 6.0},
-                                         {"stages": 2, "rounds": 1, "tokens": 5, "seconds": 4.0}]
+    rows = [
+        row("a", [one(1, 0, draft_first=1.0, verify=2.0), one(2, 4, draft_first=1.0, draft_more=0.5, verify=2.5)]),
+        row("b", [one(1, 2, draft_first=1.0, verify=2.0)]),
+    ]
+    assert statistics.by_depth(rows) == [
+        {"stages": 1, "rounds": 2, "tokens": 4, "seconds": 6.0},
+        {"stages": 2, "rounds": 1, "tokens": 5, "seconds": 4.0},
+    ]
 
 
 def test_tau_by_category():
-    rows = [row("a", [one(1, 0)], category="math"), row("b", [one(1, 2)], category="math"), row("c", [one(1, 4)], category="code")]
+    rows = [
+        row("a", [one(1, 0)], category="math"),
+        row("b", [one(1, 2)], category="math"),
+        row("c", [one(1, 4)], category="code"),
+    ]
     assert statistics.by_category(rows) == {"code": 5, "math": 2}
 
 
@@ -113,7 +141,11 @@ def test_calibration_of_scores():
     scored = [(0.9, 2), (0.9, 1), (0.7, 2), (0.3, 0), (1.0, 2)]  # probability of the block, accepted
     rows = [row("a", [one(1, accepted, [math.log(probability)]) for probability, accepted in scored])]
     known = statistics.calibration(rows, k=K, stage=1, threshold=math.log(0.8), bins=5)
-    assert [(each["low"], each["high"], each["rounds"]) for each in known["bins"]] == [(0.2, 0.4, 1), (0.6, 0.8, 1), (0.8, 1.0, 3)]
+    assert [(each["low"], each["high"], each["rounds"]) for each in known["bins"]] == [
+        (0.2, 0.4, 1),
+        (0.6, 0.8, 1),
+        (0.8, 1.0, 3),
+    ]
     assert [each["full"] for each in known["bins"]] == pytest.approx([0, 1, 2 / 3])
     assert known["bins"][2]["probability"] == pytest.approx(2.8 / 3)
     assert known["precision"] == pytest.approx(2 / 3)
@@ -129,16 +161,29 @@ def test_a_later_stage_is_tested_only_after_accepted_ones():
 
 def test_shares_of_a_round():
     # the response's 9 s leave out its first draft (1 s); 2 s are in no record
-    rows = [row("a", [one(1, 0, draft_first=1.0, gate=0.5, verify=3.0, commit=0.5),
-                      one(2, 4, draft_first=1.0, draft_more=0.5, gate=0.5, verify=0.5, commit=0.5)], seconds=9.0)]
-    assert statistics.time_shares(rows) == pytest.approx({"seconds_per_round": 5.0, "draft_to_verify": 2.5 / 3.5, "gate": 0.1,
-                                                          "outside_forwards": 0.4})
+    rows = [
+        row(
+            "a",
+            [
+                one(1, 0, draft_first=1.0, gate=0.5, verify=3.0, commit=0.5),
+                one(2, 4, draft_first=1.0, draft_more=0.5, gate=0.5, verify=0.5, commit=0.5),
+            ],
+            seconds=9.0,
+        )
+    ]
+    assert statistics.time_shares(rows) == pytest.approx(
+        {"seconds_per_round": 5.0, "draft_to_verify": 2.5 / 3.5, "gate": 0.1, "outside_forwards": 0.4}
+    )
 
 
 def test_break_even():
-    costs = {"draft_more": 0.025, "gate": 0.005, "verify": {"1": 0.1, "3": 0.12, "7": 0.16}}  # verify(5) = 0.14 lies between
+    costs = {
+        "draft_more": 0.025,
+        "gate": 0.005,
+        "verify": {"1": 0.1, "3": 0.12, "7": 0.16},
+    }  # verify(5) = 0.14 lies between
     rows = [row("a", [one(2, 4), one(2, 3), one(2, 1), one(1, 0)], seconds=1.2)]  # 12 tokens, 0.1 s each
-    known, = statistics.break_even(rows, costs, K)
+    (known,) = statistics.break_even(rows, costs, K)
     assert known["cost_seconds"] == pytest.approx(0.05)
     assert known["extra_tokens"] == pytest.approx(1.5)
     assert known["needed"] == pytest.approx(0.05 / (1.5 * 0.1))
@@ -147,47 +192,107 @@ def test_break_even():
 
 def test_table_is_aligned():
     assert report.table([{"name": "a", "tau": "1.00"}, {"name": "long", "tau": "10.00"}]).split("\n") == [
-        "name    tau", "----  -----", "a      1.00", "long  10.00"]
+        "name    tau",
+        "----  -----",
+        "a      1.00",
+        "long  10.00",
+    ]
 
 
 # The report of a tiny run
 
 
 POINT = {"tau": 3.0, "tokens_per_second": 20.0}
-REPLAYED = {"k": K, "S1": POINT, "oracle": {"tau": 5.0, "tokens_per_second": 30.0}, "full_acceptance_by_stage": [0.5],
-            "sweep": [{"threshold": -0.5, "stages": 1.5, **POINT}, {"threshold": -0.25, "stages": 1.2, **POINT}]}
-COSTS = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.001, "verify": {"1": 0.1, "5": 0.11}, "overhead": 0.01, "plain": 0.1}
+REPLAYED = {
+    "k": K,
+    "S1": POINT,
+    "oracle": {"tau": 5.0, "tokens_per_second": 30.0},
+    "full_acceptance_by_stage": [0.5],
+    "sweep": [{"threshold": -0.5, "stages": 1.5, **POINT}, {"threshold": -0.25, "stages": 1.2, **POINT}],
+}
+COSTS = {
+    "draft_first": 0.01,
+    "draft_more": 0.01,
+    "gate": 0.001,
+    "verify": {"1": 0.1, "5": 0.11},
+    "overhead": 0.01,
+    "plain": 0.1,
+}
 FIRST = {"draft_first": 0.01, "verify": 0.07}
 MORE = {"draft_first": 0.01, "draft_more": 0.01, "gate": 0.005, "verify": 0.09, "commit": 0.01}
-DECODED = [("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
-           ("untouched S=1", "untouched", None, [one(1, 2, [-0.1], draft_first=0.01, verify=0.1425)] * 4, 0.6),
-           ("trained + gate (DLoop)", "trained", -0.5, [one(2, 4, [-0.1, -0.8], **MORE), one(1, 1, [-0.9], **FIRST)] * 2, 0.4)]
+DECODED = [
+    ("plain decoding", None, None, [one(0, 0, verify=0.1)] * 12, 1.2),
+    ("untouched S=1", "untouched", None, [one(1, 2, [-0.1], draft_first=0.01, verify=0.1425)] * 4, 0.6),
+    ("trained + gate (DLoop)", "trained", -0.5, [one(2, 4, [-0.1, -0.8], **MORE), one(1, 1, [-0.9], **FIRST)] * 2, 0.4),
+]
 
 
 @pytest.fixture
 def tiny(tmp_path):
     """Config of a run whose evaluation and training have been written by hand."""
-    made = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "++evaluate.bootstrap=99", "++wandb.mode=disabled")
+    made = composed(
+        "+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "++evaluate.bootstrap=99", "++wandb.mode=disabled"
+    )
     folder = artifacts.run_folder(made)
     listed = []
     for number, (label, drafter, threshold, rounds, seconds) in enumerate(DECODED):
-        listed.append({"label": label, "drafter": drafter, "gated": threshold is not None, "threshold": threshold, "k": K,
-                       "rounds": f"rounds/{number}.jsonl", "replayed": f"replayed/{number}.jsonl", "gate_temperature": None if threshold is None else 1.0, **GREEDY.row()})
-        rows = [row(name, rounds, seconds=seconds, tokens=12, category=category) for name, category in (("a", "chat"), ("b", "math"))]
+        listed.append(
+            {
+                "label": label,
+                "drafter": drafter,
+                "gated": threshold is not None,
+                "threshold": threshold,
+                "k": K,
+                "rounds": f"rounds/{number}.jsonl",
+                "replayed": f"replayed/{number}.jsonl",
+                "gate_temperature": None if threshold is None else 1.0,
+                **GREEDY.row(),
+            }
+        )
+        rows = [
+            row(name, rounds, seconds=seconds, tokens=12, category=category)
+            for name, category in (("a", "chat"), ("b", "math"))
+        ]
         write_jsonl(folder / f"evaluation/rounds/{number}.jsonl", rows)
         write_jsonl(folder / f"evaluation/replayed/{number}.jsonl", rows)
     write_atomic(folder / "evaluation/settings.json", json.dumps(listed))
     write_atomic(folder / "evaluation/replay.json", json.dumps({"untouched": REPLAYED, "trained": REPLAYED}))
     write_atomic(folder / "evaluation/costs.json", json.dumps({"untouched": COSTS, "trained": COSTS}))
-    write_jsonl(folder / "metrics.jsonl", [{"step": step, "loss_first": 2.0, "loss_last": 3 - 0.1 * step, "lr": 1e-4} for step in range(5)])
-    write_jsonl(folder / "validation.jsonl", [{"step": step, "loss_first": 2.0, "loss_last": 3.0, **{f"{name}_{walk}": 3.0 + step for name in ("tau", "tokens_per_second")
-                                                                                               for walk in ("s1", "gated", "oracle")}} for step in (0, 4)])
-    write_atomic(folder / "drafter/config.json", json.dumps({"dloop": {"paper_threshold": -0.5, "provenance": {"step": 4, "checkpoint": "best"}}}))
+    write_jsonl(
+        folder / "metrics.jsonl",
+        [{"step": step, "loss_first": 2.0, "loss_last": 3 - 0.1 * step, "lr": 1e-4} for step in range(5)],
+    )
+    write_jsonl(
+        folder / "validation.jsonl",
+        [
+            {
+                "step": step,
+                "loss_first": 2.0,
+                "loss_last": 3.0,
+                **{
+                    f"{name}_{walk}": 3.0 + step
+                    for name in ("tau", "tokens_per_second")
+                    for walk in ("s1", "gated", "oracle")
+                },
+            }
+            for step in (0, 4)
+        ],
+    )
+    write_atomic(
+        folder / "drafter/config.json",
+        json.dumps({"dloop": {"paper_threshold": -0.5, "provenance": {"step": 4, "checkpoint": "best"}}}),
+    )
     return made
 
 
-FIGURES = ["Speedup and tau", "Tokens and time by depth", "Threshold sweep", "Calibration of the gate&#x27;s score", "Training",
-           "Tau by category"]
+FIGURES = [
+    "Speedup and tau",
+    "Tokens and time by depth",
+    "Threshold sweep",
+    "Calibration of the gate&#x27;s score",
+    "Training",
+    "Tau by category",
+]
 
 
 def test_report_is_whole(tiny, capsys):
@@ -196,22 +301,36 @@ def test_report_is_whole(tiny, capsys):
     known = json.loads((folder / "report.json").read_text())
     gated = known["settings"][2]
     assert known["headline"] == gated["label"] == "trained + gate (DLoop)"
-    assert (gated["speedup"]["value"], gated["over_reference"]["value"], gated["tau"]["value"]) == pytest.approx((3.0, 1.5, 3.5))
+    assert (gated["speedup"]["value"], gated["over_reference"]["value"], gated["tau"]["value"]) == pytest.approx(
+        (3.0, 1.5, 3.5)
+    )
     assert gated["full_acceptance"][0]["full"] == pytest.approx(0.5)
-    assert gated["clock"]["speedup"]["value"] == pytest.approx(3.0) and gated["clock"]["over_usual"] == pytest.approx(1.0)
-    assert gated["replayed"]["over_reference"]["value"] == pytest.approx(1.5) and set(gated["replayed"]["over_reference_by_category"]) == {"chat", "math"}
+    assert gated["clock"]["speedup"]["value"] == pytest.approx(3.0) and gated["clock"]["over_usual"] == pytest.approx(
+        1.0
+    )
+    assert gated["replayed"]["over_reference"]["value"] == pytest.approx(1.5) and set(
+        gated["replayed"]["over_reference_by_category"]
+    ) == {"chat", "math"}
     assert gated["tau_by_category"] == pytest.approx({"chat": 3.5, "math": 3.5})
     html = (folder / "report.html").read_text()
     assert re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,iVBOR', html) == FIGURES
     assert "Left out" not in html and "left out" not in html
     assert "http" not in html  # nothing is loaded from elsewhere
     said = capsys.readouterr().out
-    assert "3.00x [3.00, 3.00]" in said and "by replay on 2 prompts" in said and "busy" not in said and "was exported, and the rows" not in said
+    assert (
+        "3.00x [3.00, 3.00]" in said
+        and "by replay on 2 prompts" in said
+        and "busy" not in said
+        and "was exported, and the rows" not in said
+    )
 
 
 def test_a_start_that_was_exported_is_told(tiny, capsys):
     folder = artifacts.run_folder(tiny)
-    write_atomic(folder / "drafter/config.json", json.dumps({"dloop": {"paper_threshold": -0.5, "provenance": {"step": 0, "checkpoint": "best"}}}))
+    write_atomic(
+        folder / "drafter/config.json",
+        json.dumps({"dloop": {"paper_threshold": -0.5, "provenance": {"step": 0, "checkpoint": "best"}}}),
+    )
     report.run(tiny)
     said = "no checkpoint of this training was predicted to be faster than the drafter that it started from"
     assert said in capsys.readouterr().out and said in (folder / "report.html").read_text()
@@ -252,14 +371,28 @@ def test_report_says_why_a_figure_is_left_out(tiny):
 def test_report_of_sampled_texts_names_the_rule_and_compares_none(tiny, capsys):
     folder = artifacts.run_folder(tiny)
     path = folder / "evaluation/settings.json"
-    write_atomic(path, json.dumps([setting | Match(temperature=0.7, draft_temperature=0.0).row() | {"gate_temperature": 1.0 if setting["gated"] else None}
-                                   for setting in json.loads(path.read_text())]))
+    write_atomic(
+        path,
+        json.dumps(
+            [
+                setting
+                | Match(temperature=0.7, draft_temperature=0.0).row()
+                | {"gate_temperature": 1.0 if setting["gated"] else None}
+                for setting in json.loads(path.read_text())
+            ]
+        ),
+    )
     for rows in folder.glob("evaluation/rounds/*.jsonl"):
-        write_jsonl(rows, [json.loads(line) | {"same_text": None, "parting_gap": None} for line in rows.read_text().splitlines()])
+        write_jsonl(
+            rows,
+            [json.loads(line) | {"same_text": None, "parting_gap": None} for line in rows.read_text().splitlines()],
+        )
     report.run(tiny)
     known = json.loads((folder / "report.json").read_text())
     assert (known["run"]["rule"], known["run"]["temperature"], known["run"]["draft_temperature"]) == ("match", 0.7, 0.0)
-    assert [one["same_text"] for one in known["settings"]] == [None] * 3 and known["settings"][2]["gate_temperature"] == 1.0
+    assert [one["same_text"] for one in known["settings"]] == [None] * 3 and known["settings"][2][
+        "gate_temperature"
+    ] == 1.0
     said = "rule match, temperature 0.7, draft temperature 0, gate temperature 1"
     assert f"texts are sampled ({said})" in capsys.readouterr().out and said in (folder / "report.html").read_text()
 

@@ -66,10 +66,12 @@ def read_in_rounds(target, text, *, prefill: int, seed: int, atol: float):
     while past < text.shape[1]:
         kept = min(text.shape[1] - past, int(torch.randint(1, 7, (), generator=generator)) if past else prefill)
         rejected = int(torch.randint(0, 5, (), generator=generator)) if past else 0
-        tokens = torch.cat([text[:, past:past + kept], torch.randint(4, 260, (1, rejected), generator=generator)], dim=1)
+        tokens = torch.cat(
+            [text[:, past : past + kept], torch.randint(4, 260, (1, rejected), generator=generator)], dim=1
+        )
         output = target.read(tokens, cache=cache, reads=reads, logits=slice(None))
         for name in ("logits", "features", "last_hidden"):
-            close(getattr(output, name)[:, :kept], getattr(fresh, name)[:, past:past + kept], atol)
+            close(getattr(output, name)[:, :kept], getattr(fresh, name)[:, past : past + kept], atol)
         if past:
             target.commit(cache, past, range(kept))
         past += kept
@@ -145,22 +147,31 @@ def tree_mask(target, past: int, kept: int, seen: list[list[bool]], positions: l
 def test_a_path_through_a_tree_is_its_tokens_alone(targets, name, past):
     """Two siblings after one token; the second is accepted. Its rows, and all that follows, are those of a text without the first."""
     target = targets[name]
-    text, seen, positions = random_tokens(past + 12, past), [[True, False, False], [True, True, False], [True, False, True]], [past, past + 1, past + 1]
+    text, seen, positions = (
+        random_tokens(past + 12, past),
+        [[True, False, False], [True, True, False], [True, False, True]],
+        [past, past + 1, past + 1],
+    )
     fresh = target.read(text, reads=all_states(target), logits=slice(None))
     cache = target.new_cache()
     target.read(text[:, :past], cache=cache)
     window = target.spec.shared_kv[0].window
     mask = tree_mask(target, past, past, seen, positions, None)
     if window is not None:
-        mask = {"full_attention": mask, "sliding_attention": tree_mask(target, past, min(past, window - 1), seen, positions, window)}
+        mask = {
+            "full_attention": mask,
+            "sliding_attention": tree_mask(target, past, min(past, window - 1), seen, positions, window),
+        }
     tree = torch.stack([text[0, past], torch.tensor(99), text[0, past + 1]])[None]
-    output = target.read(tree, cache=cache, mask=mask, positions=torch.tensor([positions]), reads=all_states(target), logits=slice(None))
-    close(output.features[:, [0, 2]], fresh.features[:, past:past + 2])
+    output = target.read(
+        tree, cache=cache, mask=mask, positions=torch.tensor([positions]), reads=all_states(target), logits=slice(None)
+    )
+    close(output.features[:, [0, 2]], fresh.features[:, past : past + 2])
     target.commit(cache, past, [0, 2])
     assert cache.get_seq_length() == past + 2
-    output = target.read(text[:, past + 2:], cache=cache, reads=all_states(target), logits=slice(None))
-    close(output.features, fresh.features[:, past + 2:])
-    close(output.logits, fresh.logits[:, past + 2:])
+    output = target.read(text[:, past + 2 :], cache=cache, reads=all_states(target), logits=slice(None))
+    close(output.features, fresh.features[:, past + 2 :])
+    close(output.logits, fresh.logits[:, past + 2 :])
 
 
 def test_a_commit_keeps_exactly_the_rows_of_its_path(targets):
@@ -173,7 +184,11 @@ def test_a_commit_keeps_exactly_the_rows_of_its_path(targets):
     target.commit(cache, 20, [0, 3])
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         rows = [*range(keys.shape[2] - 5), keys.shape[2] - 5, keys.shape[2] - 2]
-        assert torch.equal(layer.keys, keys[:, :, rows]) and torch.equal(layer.values, values[:, :, rows]) and layer.get_seq_length() == 22
+        assert (
+            torch.equal(layer.keys, keys[:, :, rows])
+            and torch.equal(layer.values, values[:, :, rows])
+            and layer.get_seq_length() == 22
+        )
 
 
 def test_gemmas_sliding_layers_forget_what_no_row_can_see(targets):
@@ -191,15 +206,15 @@ def speculate(target, prompt: list[int], plain: list[int], seed: int) -> list[in
     target.read(torch.tensor([prompt]), cache=cache)
     text = plain[:1]
     while len(text) < len(plain):
-        drafted = list(plain[len(text):len(text) + int(torch.randint(1, 8, (), generator=generator))])
+        drafted = list(plain[len(text) : len(text) + int(torch.randint(1, 8, (), generator=generator))])
         lie = int(torch.randint(0, 9, (), generator=generator))
-        drafted[lie:lie + 1] = [99] if lie < len(drafted) else []
+        drafted[lie : lie + 1] = [99] if lie < len(drafted) else []
         output = target.read(torch.tensor([[text[-1], *drafted]]), cache=cache, logits=slice(None))
         predicted = output.logits[0].argmax(-1).tolist()
         said = confirmed(drafted, predicted)
         target.commit(cache, len(prompt) + len(text) - 1, range(len(said)))
         text = text + said
-    return text[:len(plain)]
+    return text[: len(plain)]
 
 
 def test_drafts_never_change_the_text(target, exact):
@@ -217,7 +232,11 @@ def test_drafters_never_change_the_text(targets, name, exact):
     drafter = make_drafter("dflash-shifted", target)
     for seed in range(6):
         prompt = random_tokens(3 + seed, seed)[0].tolist()
-        emitted = [token for emission in decode(target, drafter, Always(max_stages=3), prompt, max_new_tokens=32) for token in emission.tokens]
+        emitted = [
+            token
+            for emission in decode(target, drafter, Always(max_stages=3), prompt, max_new_tokens=32)
+            for token in emission.tokens
+        ]
         assert emitted == decode_plain(target, prompt, max_new_tokens=32)
 
 
@@ -239,7 +258,15 @@ def test_batched_greedy_answers_equal_plain_decoding(target, exact):
 def test_cached_samples_do_not_depend_on_their_batch(target, exact):
     """The cache phase pads on the right: every text's rows are those of the text alone."""
     ids = [random_tokens(length, length)[0].tolist() for length in (4, 11, 23)]
-    texts = [text_of(Response(id=str(len(row)), category="chat", prompt_ids=row[:2], response_ids=row[2:], finished=True, text=""), 99) for row in ids]
+    texts = [
+        text_of(
+            Response(
+                id=str(len(row)), category="chat", prompt_ids=row[:2], response_ids=row[2:], finished=True, text=""
+            ),
+            99,
+        )
+        for row in ids
+    ]
     for sample, row in zip(read_batch(target, texts, all_states(target), torch.float64), ids, strict=True):
         alone = target.read(torch.tensor([row]), reads=replace(all_states(target), last_hidden=False))
         close(sample.features, alone.features[0])
@@ -265,7 +292,9 @@ def test_a_targets_memory_goes_with_its_last_reference(name):
 def test_shared_keys_and_values_are_those_that_gemma_attends_to(targets):
     target, text = targets["tiny_gemma4"], random_tokens(30, 0)
     states = target.backbone(input_ids=text, return_shared_kv_states=True, use_cache=False).shared_kv_states
-    expected = [rows.transpose(1, 2).flatten(2) for kind in ("sliding_attention", "full_attention") for rows in states[kind]]
+    expected = [
+        rows.transpose(1, 2).flatten(2) for kind in ("sliding_attention", "full_attention") for rows in states[kind]
+    ]
     for cache in (None, target.new_cache()):
         close(target.read(text, cache=cache, reads=Reads(shared_kv=True)).features, torch.cat(expected, dim=-1))
 
@@ -286,9 +315,26 @@ def test_a_head_alone_is_the_models_own(targets, name):
 def multimodal(name: str):
     """A tiny random model in the shape of the released checkpoint, with a vision tower around the text model."""
     text = config_of(name).config
-    vision = {"tiny_qwen35": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
-              "tiny_gemma4": {"mm_embed_dim": 32, "output_proj_dims": 32, "patch_size": 4, "pooling_kernel_size": 1, "mm_posemb_size": 8}}[name]
-    config = AutoConfig.for_model(text["model_type"].removesuffix("_text"), text_config=text, vision_config=vision, tie_word_embeddings=True)
+    vision = {
+        "tiny_qwen35": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        "tiny_gemma4": {
+            "mm_embed_dim": 32,
+            "output_proj_dims": 32,
+            "patch_size": 4,
+            "pooling_kernel_size": 1,
+            "mm_posemb_size": 8,
+        },
+    }[name]
+    config = AutoConfig.for_model(
+        text["model_type"].removesuffix("_text"), text_config=text, vision_config=vision, tie_word_embeddings=True
+    )
     torch.manual_seed(1)
     return AutoModelForImageTextToText.from_config(config)
 
@@ -299,7 +345,10 @@ def test_the_text_model_of_a_multimodal_checkpoint(name, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "load_tokenizer", lambda config: None)
     model = multimodal(name).eval()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert "model.language_model.norm.weight" in json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert (
+        "model.language_model.norm.weight"
+        in json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    )
     config, text = config_of(name, source="folder", path=str(tmp_path)), random_tokens(20, 0)
     target, head = load_target(config, device="cpu"), load_head(config)
     output = target.read(text, reads=all_states(target), logits=slice(None))
@@ -324,7 +373,14 @@ def golden(folder: str, files: str, monkeypatch):
     if not (GOLDEN / folder / "io.json").is_file():
         pytest.skip(f"no {folder} in {GOLDEN}; set DLOOP_GOLDEN")
     monkeypatch.setattr(sources, "load_tokenizer", lambda config: None)
-    config = TargetConfig(name="golden", source="folder", path=str(GOLDEN / folder / files), mask_token_id=3, stop_ids=[2], dtype="float32")
+    config = TargetConfig(
+        name="golden",
+        source="folder",
+        path=str(GOLDEN / folder / files),
+        mask_token_id=3,
+        stop_ids=[2],
+        dtype="float32",
+    )
     return load_target(config, device="cpu"), load_file(GOLDEN / folder / "io.safetensors")
 
 
@@ -340,9 +396,14 @@ def test_golden_target(folder, files, monkeypatch):
 
 
 def test_unknown_architectures_are_refused():
-    config = config_of("tiny_llama", config={"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260})
+    config = config_of(
+        "tiny_llama", config={"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 260}
+    )
     for load in (load_spec, load_target):
-        with pytest.raises(ValueError, match=r"is a gpt2.*it knows \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3', 'qwen3_5_text'\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"is a gpt2.*it knows \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3', 'qwen3_5_text'\]",
+        ):
             load(config)
 
 
@@ -362,8 +423,14 @@ def test_targets_split_over_devices_are_refused(targets):
 
 def test_gemmas_with_shared_layers_or_layer_embeddings_are_refused():
     text = config_of("tiny_gemma4").config | {"model_type": "gemma4_text"}
-    for more in ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 260}, {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}):
-        layers = {"num_hidden_layers": 12, "per_layer_config": {5: text["per_layer_config"][5], 11: text["per_layer_config"][5]}}
+    for more in (
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 260},
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2},
+    ):
+        layers = {
+            "num_hidden_layers": 12,
+            "per_layer_config": {5: text["per_layer_config"][5], 11: text["per_layer_config"][5]},
+        }
         with pytest.raises(ValueError, match="E2B and E4B"):
             load_target(config_of("tiny_gemma4", config=text | layers | more), device="cpu")
 

@@ -27,21 +27,46 @@ def one(stages, accepted, slow=1.0, rng=None):
     noise = 1 if rng is None else rng.uniform(0.98, 1.02)
     amounts = {"draft_first": min(stages, 1), "draft_more": max(stages - 1, 0), "gate": stages, "commit": 1}
     seconds = {part: PARTS[part] * amount * slow * noise for part, amount in amounts.items() if amount}
-    return {"stages": stages, "drafted": 2 * stages, "accepted": accepted, "emitted": accepted + 1, "scores": [],
-            "seconds": seconds | {"verify": VERIFY[2 * stages + 1] * slow * noise}}
+    return {
+        "stages": stages,
+        "drafted": 2 * stages,
+        "accepted": accepted,
+        "emitted": accepted + 1,
+        "scores": [],
+        "seconds": seconds | {"verify": VERIFY[2 * stages + 1] * slow * noise},
+    }
 
 
 def response(name, rounds):
     total = sum(sum(each["seconds"].values()) for each in rounds) - rounds[0]["seconds"].get("draft_first", 0.0)
-    return {"id": name, "category": "chat", "tokens": sum(each["emitted"] for each in rounds), "seconds": total, "rounds": rounds}
+    return {
+        "id": name,
+        "category": "chat",
+        "tokens": sum(each["emitted"] for each in rounds),
+        "seconds": total,
+        "rounds": rounds,
+    }
 
 
 def run_of(stages, *, slow=(), prompts=16, seed=0, factor=12.0):
     """Rows of one setting; during the prompts in `slow` everything takes so many times as long."""
     rng = np.random.default_rng(seed)
     depths = [stages] if stages < 2 else [1, 1, 2, 1, 3, 1, 2]
-    return [response(str(number), [one(depths[at % len(depths)], min(at % 3, 2 * depths[at % len(depths)]), factor if number in slow else 1.0, rng) for at in range(30)])
-            for number in range(prompts)]
+    return [
+        response(
+            str(number),
+            [
+                one(
+                    depths[at % len(depths)],
+                    min(at % 3, 2 * depths[at % len(depths)]),
+                    factor if number in slow else 1.0,
+                    rng,
+                )
+                for at in range(30)
+            ],
+        )
+        for number in range(prompts)
+    ]
 
 
 def test_a_disturbed_prompt_moves_the_clock_and_not_the_usual_speedup():
@@ -67,16 +92,29 @@ def test_rows_with_usual_times_add_up():
     rows = run_of(2, slow=(3,))
     for row, clock, seconds in zip(steadied(rows), rows, Timing.of(rows).seconds(), strict=True):
         assert row["clock"] == clock["seconds"] and row["seconds"] == pytest.approx(seconds)
-        assert row["seconds"] == pytest.approx(sum(sum(each["seconds"].values()) for each in row["rounds"]) - row["rounds"][0]["seconds"]["draft_first"])
+        assert row["seconds"] == pytest.approx(
+            sum(sum(each["seconds"].values()) for each in row["rounds"]) - row["rounds"][0]["seconds"]["draft_first"]
+        )
         for each in row["rounds"]:
             assert each["seconds"]["verify"] == pytest.approx(VERIFY[each["drafted"] + 1], rel=0.03)
 
 
 def test_a_rare_verification_lies_on_the_line_through_frequent_ones():
-    assert mixture(5, [3, 7]) == {3: 0.5, 7: 0.5} and mixture(9, [3, 5]) == {3: -2.0, 5: 3.0} and mixture(4, [3]) == {3: 1.0}
+    assert (
+        mixture(5, [3, 7]) == {3: 0.5, 7: 0.5}
+        and mixture(9, [3, 5]) == {3: -2.0, 5: 3.0}
+        and mixture(4, [3]) == {3: 1.0}
+    )
     rows = run_of(2)
     rows[0]["rounds"].append(one(3, 2, slow=40.0))  # another length, but one of its kind is frequent enough elsewhere
-    rows[1]["rounds"].append(one(1, 1) | {"stages": 4, "drafted": 8, "seconds": {"draft_first": 0.004, "draft_more": 0.009, "gate": 0.0008, "verify": 9.0, "commit": 0.001}})
+    rows[1]["rounds"].append(
+        one(1, 1)
+        | {
+            "stages": 4,
+            "drafted": 8,
+            "seconds": {"draft_first": 0.004, "draft_more": 0.009, "gate": 0.0008, "verify": 9.0, "commit": 0.001},
+        }
+    )
     assert steadied(rows)[1]["rounds"][-1]["seconds"]["verify"] == pytest.approx(0.027, rel=0.03)
 
 
@@ -107,10 +145,26 @@ class Busy:
 def test_a_prompt_that_was_decoded_beside_other_work_is_decoded_again(tmp_path, capsys, monkeypatch):
     """Real decoding, disturbed on purpose during one of six prompts, plain decoding's alone: the usual speedup is that of a quiet machine."""
     target = load_target(composed("+drafter=dflash", "+target=tiny_llama").target, dtype="float32", device="cpu")
-    save_drafter(make_drafter("dflash-shifted", target), tmp_path / "drafter", section=settings_of("dflash-shifted").section(), target=target.spec)
-    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", f"++drafter.init={tmp_path / 'drafter'}", "++evaluate.dtype=float32", "++drafter.width=4", "++drafter.taps=[0,1,3]")
+    save_drafter(
+        make_drafter("dflash-shifted", target),
+        tmp_path / "drafter",
+        section=settings_of("dflash-shifted").section(),
+        target=target.spec,
+    )
+    config = composed(
+        "+drafter=dflash",
+        "+target=tiny_llama",
+        f"root={tmp_path}",
+        f"++drafter.init={tmp_path / 'drafter'}",
+        "++evaluate.dtype=float32",
+        "++drafter.width=4",
+        "++drafter.taps=[0,1,3]",
+    )
     prompts = [list(range(60 + number, 70 + number)) for number in range(6)]
-    responses = [Response(f"p{number}", "all", ids, decode_plain(target, ids, max_new_tokens=24), False, "") for number, ids in enumerate(prompts)]
+    responses = [
+        Response(f"p{number}", "all", ids, decode_plain(target, ids, max_new_tokens=24), False, "")
+        for number, ids in enumerate(prompts)
+    ]
     evaluation = Evaluation(config, tmp_path / "evaluation", {"untouched": tmp_path / "drafter"}, responses)
     busy, decode_prompt = Busy(evaluation.target), evaluation.decode_prompt
     monkeypatch.setattr(evaluation.target, "read", busy.read)
@@ -129,18 +183,26 @@ def test_a_prompt_that_was_decoded_beside_other_work_is_decoded_again(tmp_path, 
     assert seen.count("p1") == 2 and "p1" in seen[6:] and "the machine was busy during" in capsys.readouterr().err
     rows = read_jsonl(tmp_path / "evaluation" / "rounds" / "plain-decoding.jsonl")
     assert rows[1]["again"] and max(Timing.of([replaced]).clock[0] for replaced in rows) < 24 * 0.03
-    write_jsonl(tmp_path / "evaluation" / "rounds" / "plain-decoding.jsonl", [row | {"seconds": row["seconds"] * (100 if row["id"] == "p1" else 1)} for row in rows])
-    evaluation.decode_live(settings, responses)  # a second start: what was decoded again stays, however busy the machine was then
+    write_jsonl(
+        tmp_path / "evaluation" / "rounds" / "plain-decoding.jsonl",
+        [row | {"seconds": row["seconds"] * (100 if row["id"] == "p1" else 1)} for row in rows],
+    )
+    evaluation.decode_live(
+        settings, responses
+    )  # a second start: what was decoded again stays, however busy the machine was then
     assert seen.count("p1") == 2
 
 
 def test_the_table_says_that_the_machine_was_busy():
     def setting(over, again, spread=0.01):
         return {"label": "plain decoding", "clock": {"over_usual": over, "decoded_again": again, "spread": spread}}
+
     quiet = {"settings": [setting(1.01, 0)], "run": {"prompts": 16}}
     assert busyness(quiet) == ""
     said = busyness({"settings": [setting(1.02, 0), setting(1.31, 2)], "run": {"prompts": 16}})
     assert "1.31 times" in said and "2 of 16 prompts were decoded twice" in said
     unsteady = busyness({"settings": [setting(1.01, 0, 0.31)], "run": {"prompts": 16}})
-    assert "a round of one kind took 31% longer" in unsteady and "1.01 times" not in unsteady and "twice" not in unsteady
+    assert (
+        "a round of one kind took 31% longer" in unsteady and "1.01 times" not in unsteady and "twice" not in unsteady
+    )
     assert DISTURBED > 1 and replace(Setting("a b", None, Never()), label="A, b!").slug == "a-b"

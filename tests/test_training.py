@@ -36,7 +36,9 @@ from dloop_train.types import Context
 def batch_of(mask, tokens=None):
     mask = torch.tensor([mask], dtype=torch.bool)
     tokens = torch.arange(100, 100 + mask.shape[1])[None] if tokens is None else tokens
-    return TextBatch(("a",), tokens, mask, torch.zeros(1, mask.shape[1], 3), torch.arange(mask.shape[1])[None, :, None].double())
+    return TextBatch(
+        ("a",), tokens, mask, torch.zeros(1, mask.shape[1], 3), torch.arange(mask.shape[1])[None, :, None].double()
+    )
 
 
 def test_labels_are_the_tokens_after_the_anchor():
@@ -76,7 +78,9 @@ def test_origins_are_response_tokens_and_keyed_by_sample():
     origins = draw_origins(batch, 2, count=99, depth_exposure=1, seed=0, epoch=0)
     assert sorted(origins.position[0].tolist()) == [3, 4, 5]  # 6 has no supervised token after it
     assert run_lengths(batch.loss_mask[0].numpy()).tolist() == [0, 0, 4, 3, 2, 1, 0, 0]
-    two = TextBatch(("b", "a"), *(torch.cat([t, t]) for t in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)))
+    two = TextBatch(
+        ("b", "a"), *(torch.cat([t, t]) for t in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden))
+    )
     together = draw_origins(two, 2, count=2, depth_exposure=3, seed=0, epoch=0)
     alone = draw_origins(batch, 2, count=2, depth_exposure=3, seed=0, epoch=0)
     assert torch.equal(together.position[1], alone.position[0]) and torch.equal(together.depth[1], alone.depth[0])
@@ -86,6 +90,7 @@ def test_origins_are_response_tokens_and_keyed_by_sample():
 def unrolled(variant, taught_target):
     def make(**settings):
         return Unroll(make_drafter(variant, taught_target), Terms(3), **{"max_rows": 1000} | settings)
+
     drafter = make().drafter
     batch, k = counting_batch(taught_target, drafter.shape.reads, count=4), drafter.k
     return make, batch, draw_origins(batch, k, count=9, depth_exposure=3, seed=0, epoch=0)
@@ -146,7 +151,10 @@ def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, insi
         apart = sum(abs(p - q) for p, q in zip(said, meant, strict=True))
         loss = (0.1 * hard + 0.9 * apart) * (taught and label is not None)
         if confidence is not None:
-            trust, wanted = 1 / (1 + math.exp(-confidence)), sum(min(p, inside * q) for p, q in zip(said, meant, strict=True))
+            trust, wanted = (
+                1 / (1 + math.exp(-confidence)),
+                sum(min(p, inside * q) for p, q in zip(said, meant, strict=True)),
+            )
             loss -= wanted * math.log(trust) + (1 - wanted) * math.log(1 - trust)
         return math.exp(-slot / 4) * loss
     return math.exp(-slot / 4) * hard  # DFlash
@@ -169,15 +177,28 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
     loss = unroll(batch, origins, unroll.weights(batch, origins), progress).loss
     totals, weights, cap = [0.0, 0.0], [0.0, 0.0], drafter.head.softcap
     kept = None if drafter.kept_ids() is None else drafter.kept_ids().tolist()
-    decay = 0.8 if isinstance(drafter, ChainDrafter) else math.exp(-1 / 7) if isinstance(drafter, Domino) else math.exp(-1 / 4)
+    decay = (
+        0.8
+        if isinstance(drafter, ChainDrafter)
+        else math.exp(-1 / 7)
+        if isinstance(drafter, Domino)
+        else math.exp(-1 / 4)
+    )
     for row in range(2):
         tokens = batch.tokens[row].tolist() + [0] * 3 * k
         for origin, depth in zip(origins.position[row].tolist(), origins.depth[row].tolist(), strict=True):
-            state = drafter.begin(Context(batch.tokens[row:row + 1, :origin + 1], batch.features[row:row + 1, :origin]), torch.tensor([[origin]]))
+            state = drafter.begin(
+                Context(batch.tokens[row : row + 1, : origin + 1], batch.features[row : row + 1, :origin]),
+                torch.tensor([[origin]]),
+            )
             for number in range(1, depth + 1):
                 anchor = origin + (number - 1) * k
-                labels = tokens[anchor + 1:anchor + 1 + k]
-                stage = drafter.stage(state, torch.tensor([[tokens[anchor]]]), lambda step, _, labels=labels: torch.tensor([[labels[step]]]))
+                labels = tokens[anchor + 1 : anchor + 1 + k]
+                stage = drafter.stage(
+                    state,
+                    torch.tensor([[tokens[anchor]]]),
+                    lambda step, _, labels=labels: torch.tensor([[labels[step]]]),
+                )
                 state = stage.state
                 if 1 < number < depth:
                     continue
@@ -186,21 +207,39 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
                 base = drafter.logits(stage.hidden[0, 0, stage.predicts])
                 for slot in range(k):
                     reached = anchor + 1 + slot
-                    if reached > 31 or not all(batch.loss_mask[row, origin + 1:reached + 1].tolist()):
+                    if reached > 31 or not all(batch.loss_mask[row, origin + 1 : reached + 1].tolist()):
                         break
                     teacher = batch.last_hidden[row, reached - 1] @ taught_target.lm_head.weight.T
                     teacher = teacher if cap is None else cap * torch.tanh(teacher / cap)
                     place, taught, inside = labels[slot], True, 1.0
-                    if kept is not None:  # labels, or the target's most likely tokens, that cannot be drafted teach nothing but weigh
-                        place, taught = (kept.index(labels[slot]) if labels[slot] in kept else None), int(teacher.argmax()) in kept
+                    if (
+                        kept is not None
+                    ):  # labels, or the target's most likely tokens, that cannot be drafted teach nothing but weigh
+                        place, taught = (
+                            (kept.index(labels[slot]) if labels[slot] in kept else None),
+                            int(teacher.argmax()) in kept,
+                        )
                         inside = sum(torch.softmax(teacher, -1)[kept].tolist())
                         teacher = teacher[kept]
                     confidence = None if trust is None else trust[0, 0, slot].item()
-                    loss_here = plain_slot_loss(drafter, slot, final[slot].tolist(), base[slot].tolist(), confidence, place, teacher.tolist(), inside, progress, taught)
+                    loss_here = plain_slot_loss(
+                        drafter,
+                        slot,
+                        final[slot].tolist(),
+                        base[slot].tolist(),
+                        confidence,
+                        place,
+                        teacher.tolist(),
+                        inside,
+                        progress,
+                        taught,
+                    )
                     totals[number > 1] += loss_here
                     weights[number > 1] += decay**slot
     assert weights[1] > 0
-    assert loss.item() == pytest.approx(sum(total / weight for total, weight in zip(totals, weights, strict=True)) / 2, rel=1e-9)
+    assert loss.item() == pytest.approx(
+        sum(total / weight for total, weight in zip(totals, weights, strict=True)) / 2, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("detach", [True, False])
@@ -209,11 +248,19 @@ def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, ta
     drafter = make_drafter(variant, taught_target)
     drafter.settings = replace(drafter.settings, ce_weight=0.0, l1_weight=0.0, detach_confidence=detach)
     batch = counting_batch(taught_target, drafter.shape.reads, count=2)
-    _, gradients = loss_and_gradients(Unroll(drafter, Terms(1), max_rows=1000), batch, draw_origins(batch, drafter.k, count=4, depth_exposure=1, seed=0, epoch=0))
+    _, gradients = loss_and_gradients(
+        Unroll(drafter, Terms(1), max_rows=1000),
+        batch,
+        draw_origins(batch, drafter.k, count=4, depth_exposure=1, seed=0, epoch=0),
+    )
     moved = {name.removeprefix("drafter.") for name, gradient in gradients.items() if gradient.abs().max() > 0}
     head = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
-    backbone = {name for name, _ in drafter.named_parameters() if not name.startswith(("markov_head", "confidence_head"))}
-    assert moved == head if detach else moved == head | backbone | {"markov_head.markov_w1.weight"}  # its target is never trained by it
+    backbone = {
+        name for name, _ in drafter.named_parameters() if not name.startswith(("markov_head", "confidence_head"))
+    }
+    assert (
+        moved == head if detach else moved == head | backbone | {"markov_head.markov_w1.weight"}
+    )  # its target is never trained by it
 
 
 def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
@@ -226,9 +273,16 @@ def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
         origins = draw_origins(batch, drafter.k, count=4, depth_exposure=0, seed=0, epoch=0)
         unroll = Unroll(drafter, Terms(0), max_rows=1000)
         return unroll(batch, origins, unroll.weights(batch, origins), progress).loss.item()
+
     final, base = loss(0.0, 1.0, 0.0), loss(1.0, 1.0, 0.0)
     assert abs(final - base) > 1e-3
-    for share, until, progress, expected in ((1.0, 1.0, 0.25, 0.75), (1.0, 1.0, 1.0, 0.0), (0.8, 0.5, 0.0, 0.8), (0.8, 0.5, 0.25, 0.4), (0.8, 0.5, 0.9, 0.0)):
+    for share, until, progress, expected in (
+        (1.0, 1.0, 0.25, 0.75),
+        (1.0, 1.0, 1.0, 0.0),
+        (0.8, 0.5, 0.0, 0.8),
+        (0.8, 0.5, 0.25, 0.4),
+        (0.8, 0.5, 0.9, 0.0),
+    ):
         assert loss(share, until, progress) == pytest.approx((1 - expected) * final + expected * base, rel=1e-12)
 
 
@@ -241,7 +295,14 @@ def test_the_loss_in_bf16_is_that_of_fp64_but_for_rounding(unrolled):
     for parameter in unroll.drafter.parameters():
         parameter.data = parameter.data.bfloat16()
     head = unroll.drafter.head
-    unroll.drafter.borrow(TargetHead(head.embed_weight.bfloat16(), head.lm_head_weight.bfloat16(), embed_scale=head.embed_scale, softcap=head.softcap))
+    unroll.drafter.borrow(
+        TargetHead(
+            head.embed_weight.bfloat16(),
+            head.lm_head_weight.bfloat16(),
+            embed_scale=head.embed_scale,
+            softcap=head.softcap,
+        )
+    )
     rounded, gradients = loss_and_gradients(unroll, batch.to(batch.tokens.device, torch.bfloat16), origins)
     assert rounded.item() == pytest.approx(exact.item(), rel=0.05)
     assert all(gradient.dtype == torch.bfloat16 and gradient.isfinite().all() for gradient in gradients.values())
@@ -261,10 +322,16 @@ def test_chunks_with_their_gradients_equal_one_pass():
     for chunk in (None, 6, 2, 4):
         weight = torch.linspace(-2, 1, 35, dtype=torch.float64).sin().view(7, 5).requires_grad_()
         hidden = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5).requires_grad_()
+
         def function(hidden, tokens, weight=weight):
             losses = torch.nn.functional.cross_entropy(hidden @ weight.T, tokens, reduction="none")
             return losses.sum(), losses.detach().sum()[None]
-        total, _ = function(hidden, tokens) if chunk is None else over_rows(function, (hidden, tokens), chunk, head_weights=(weight,))
+
+        total, _ = (
+            function(hidden, tokens)
+            if chunk is None
+            else over_rows(function, (hidden, tokens), chunk, head_weights=(weight,))
+        )
         (3 * total).backward()
         results.append((total, hidden.grad, weight.grad))
     for result in results[1:]:
@@ -272,7 +339,11 @@ def test_chunks_with_their_gradients_equal_one_pass():
             torch.testing.assert_close(value, plain)
 
 
-@pytest.mark.parametrize("mixture", [{"hard": 1.0}, {"soft": 1.0}, {"hard": 0.1, "apart": 1.8}, {"hard": 0.3, "soft": 0.5, "apart": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "mixture",
+    [{"hard": 1.0}, {"soft": 1.0}, {"hard": 0.1, "apart": 1.8}, {"hard": 0.3, "soft": 0.5, "apart": 0.2}],
+    ids=str,
+)
 def test_row_losses_and_their_gradient_equal_autograds(mixture):
     generator = torch.Generator().manual_seed(0)
     logits, teacher = (torch.randn(5, 11, generator=generator, dtype=torch.float64) * 2 for _ in range(2))
@@ -281,7 +352,11 @@ def test_row_losses_and_their_gradient_equal_autograds(mixture):
     losses, apart = row_losses(ours, tokens, teacher, **mixture)
     said, meant = plain.softmax(-1), teacher.softmax(-1)
     distance = 0.5 * (said - meant).abs().sum(-1)
-    expected = (mixture.get("hard", 0) * -said.log()[torch.arange(5), tokens] - mixture.get("soft", 0) * (meant * said.log()).sum(-1) + mixture.get("apart", 0) * distance)
+    expected = (
+        mixture.get("hard", 0) * -said.log()[torch.arange(5), tokens]
+        - mixture.get("soft", 0) * (meant * said.log()).sum(-1)
+        + mixture.get("apart", 0) * distance
+    )
     torch.testing.assert_close(losses, expected)
     if "apart" in mixture:
         torch.testing.assert_close(apart, distance.detach())
@@ -290,7 +365,18 @@ def test_row_losses_and_their_gradient_equal_autograds(mixture):
     torch.testing.assert_close(ours.grad, plain.grad)
 
 
-@pytest.mark.parametrize("variant", ["dflash-shifted", "domino-shifted", "dspark-gated", "dspark-gemma4", "eagle3-reduced", "eagle3-gemma4", "mtp_assistant"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "dflash-shifted",
+        "domino-shifted",
+        "dspark-gated",
+        "dspark-gemma4",
+        "eagle3-reduced",
+        "eagle3-gemma4",
+        "mtp_assistant",
+    ],
+)
 def test_logits_live_a_chunk_at_a_time(variant, taught_target):
     """Forward and backward: never more than loss_rows rows of logits in one tensor, WIDE such tensors at once, and none behind the forward."""
     drafter, rows = make_drafter(variant, taught_target), 7
@@ -311,14 +397,29 @@ def uneven(batch, lengths):
     """A batch cut to these lengths, padded with what no loss may see."""
     inside = torch.arange(batch.tokens.shape[1]) < torch.tensor(lengths)[:, None]
     kept = inside[..., None]
-    return TextBatch(batch.ids, batch.tokens * inside, batch.loss_mask & inside, batch.features * kept, batch.last_hidden * kept, lengths)
+    return TextBatch(
+        batch.ids,
+        batch.tokens * inside,
+        batch.loss_mask & inside,
+        batch.features * kept,
+        batch.last_hidden * kept,
+        lengths,
+    )
 
 
 def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
     drafter = make_drafter(variant, taught_target)
     batch = uneven(counting_batch(taught_target, drafter.shape.reads, count=4), (32, 9, 21, 26))
-    alone = [TextBatch((name,), *(rows[number:number + 1, :length] for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)))
-             for number, (name, length) in enumerate(zip(batch.ids, batch.lengths, strict=True))]
+    alone = [
+        TextBatch(
+            (name,),
+            *(
+                rows[number : number + 1, :length]
+                for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)
+            ),
+        )
+        for number, (name, length) in enumerate(zip(batch.ids, batch.lengths, strict=True))
+    ]
 
     def result(*batches):
         """Loss and gradients of micro-batches that share their weights."""
@@ -327,9 +428,14 @@ def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
         totals = sum(unroll.weights(*each) for each in zip(batches, origins, strict=True))
         loss = sum(unroll(*each, totals, 0.0).loss for each in zip(batches, origins, strict=True))
         loss.backward()
-        return loss, {name: parameter.grad for name, parameter in unroll.named_parameters() if parameter.grad is not None}
+        return loss, {
+            name: parameter.grad for name, parameter in unroll.named_parameters() if parameter.grad is not None
+        }
+
     packed_batch = packed(batch)
-    assert packed_batch.tokens.shape == (1, 88) and packed_batch.tokens[0, 41:62].tolist() == batch.tokens[2, :21].tolist()
+    assert (
+        packed_batch.tokens.shape == (1, 88) and packed_batch.tokens[0, 41:62].tolist() == batch.tokens[2, :21].tolist()
+    )
     padded, together, apart = result(batch), result(packed_batch), result(*alone)
     same(padded, apart)
     same(together, apart)
@@ -337,9 +443,14 @@ def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
 
 def test_recomputing_stages_changes_no_digit(unrolled):
     make, batch, origins = unrolled
-    kept, recomputed = loss_and_gradients(make(), batch, origins), loss_and_gradients(make(recompute=True), batch, origins)
+    kept, recomputed = (
+        loss_and_gradients(make(), batch, origins),
+        loss_and_gradients(make(recompute=True), batch, origins),
+    )
     assert torch.equal(kept[0], recomputed[0])
-    assert kept[1].keys() == recomputed[1].keys() and all(torch.equal(gradient, recomputed[1][name]) for name, gradient in kept[1].items())
+    assert kept[1].keys() == recomputed[1].keys() and all(
+        torch.equal(gradient, recomputed[1][name]) for name, gradient in kept[1].items()
+    )
 
 
 @pytest.mark.parametrize("variant", ["dflash-fill_in", "eagle3-reduced"])
@@ -349,7 +460,10 @@ def test_recomputing_keeps_less_of_a_stage(variant, taught_target):
     origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
     for recompute in (False, True):
         unroll, saved = Unroll(drafter, Terms(3), max_rows=1000, recompute=recompute), {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.update({tensor.data_ptr(): tensor.numel()}) or tensor, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.update({tensor.data_ptr(): tensor.numel()}) or tensor,
+            lambda tensor: tensor,
+        ):
             unroll(batch, origins, unroll.weights(batch, origins), 0.0)
         kept.append(sum(saved.values()))
     assert kept[1] < kept[0] / 2
@@ -373,8 +487,19 @@ def test_epoch_plan_is_complete_and_seeded():
 def train(root: Path, *overrides: str, drafter: str = "dflash") -> list[dict]:
     """The training phase on the tiny target as a user runs it; returns the logged rows."""
     environment = os.environ | {"DLOOP_ROOT": str(root), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dloop_train", f"+drafter={drafter}", "+target=tiny_llama", "launch.threads=1", "wandb.mode=disabled", "train.batch_size=4",
-               "train.micro_batch_size=2", "train.validate_prompts=1", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "dloop_train",
+        f"+drafter={drafter}",
+        "+target=tiny_llama",
+        "launch.threads=1",
+        "wandb.mode=disabled",
+        "train.batch_size=4",
+        "train.micro_batch_size=2",
+        "train.validate_prompts=1",
+        *overrides,
+    ]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), "dflash-tiny_llama")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -414,11 +539,19 @@ def test_two_ranks_equal_one(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter, large", [("domino", "drafter.emb_dim=512"), ("mtp_assistant", "drafter.hidden_size=32")])
+@pytest.mark.parametrize(
+    "drafter, large", [("domino", "drafter.emb_dim=512"), ("mtp_assistant", "drafter.hidden_size=32")]
+)
 def test_zero3_shares_out_the_heads_that_chunks_of_logits_gather(drafter, large, uninterrupted):
     """Domino's are large enough to be divided, chunks so small that the two ranks have different numbers of them: nobody waits for ever. An assistant's table is frozen."""
     root, _ = uninterrupted
-    same = ("phases=[cache,train]", "train.steps=3", "train.loss_rows=3", large, *(["drafter.train_embedding=false"] if drafter == "mtp_assistant" else []))
+    same = (
+        "phases=[cache,train]",
+        "train.steps=3",
+        "train.loss_rows=3",
+        large,
+        *(["drafter.train_embedding=false"] if drafter == "mtp_assistant" else []),
+    )
     one = train(root, *same, "name=one-" + drafter, drafter=drafter)
     two = train(root, *same, "name=zero3-" + drafter, "launch.processes=2", "deepspeed=zero3", drafter=drafter)
     for a, b in zip(numbers(two), numbers(one), strict=True):
@@ -437,11 +570,13 @@ def test_base_epochs_are_the_base_recipe_and_loop_aware_steps_follow(uninterrupt
 
 def test_a_resumed_log_holds_each_step_once(tmp_path):
     """Rows past the checkpoint go; a training that begins anew, validation at step 0 included, keeps nothing."""
+
     def steps(start, *new, best=None):
         log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start, best=best)
         for step in new:
             log.validation(step, {"tau": 1.0})
         return [row["step"] for row in read_jsonl(tmp_path / "validation.jsonl")]
+
     assert steps(0, 0, 3, 6) == [0, 3, 6]
     assert steps(3, 6) == [0, 3, 6]
     assert steps(3, best=6) == [0, 3, 6] == steps(3, 6, best=6) and steps(3, 4, best=6) == [0, 3, 4, 6]
@@ -452,7 +587,9 @@ def test_a_row_that_a_full_disk_has_cut_is_forgotten(tmp_path):
     """Whether its step is run again or not."""
     for start in (2, 3):
         for name in ("metrics.jsonl", "skipped.jsonl"):
-            (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "loss": "half of')
+            (tmp_path / name).write_text(
+                "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4, "loss": "half of'
+            )
         MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start)
         forget_rows_after(tmp_path / "skipped.jsonl", start)
         for name in ("metrics.jsonl", "skipped.jsonl"):
@@ -465,12 +602,28 @@ def test_a_row_that_a_full_disk_has_cut_is_forgotten(tmp_path):
 W_AND_B, OTHER = "machine api.wandb.ai login user password k\n", "machine github.com login me password k\n"
 
 
-@pytest.mark.parametrize("netrc, environment, mode, says", [
-    (None, {}, "offline", "neither WANDB_API_KEY nor"), (OTHER, {}, "offline", "has a key for api.wandb.ai"), (OTHER + W_AND_B, {}, "online", "with the key in"),
-    (W_AND_B, {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "offline", "has a key for wandb.lab:8080"), ("default login me password k\n", {}, "offline", "has a key"),
-    ("machine wandb.lab:8080 login user password k\n", {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "online", "online to wandb.lab:8080"),
-    ("machine\n", {}, "offline", "cannot be read"), (OTHER, {"WANDB_API_KEY": "k"}, "online", "with WANDB_API_KEY"), (W_AND_B, {"WANDB_MODE": "disabled"}, "disabled", "")])
-def test_wandb_logs_online_where_there_is_a_key_for_its_host(netrc, environment, mode, says, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "netrc, environment, mode, says",
+    [
+        (None, {}, "offline", "neither WANDB_API_KEY nor"),
+        (OTHER, {}, "offline", "has a key for api.wandb.ai"),
+        (OTHER + W_AND_B, {}, "online", "with the key in"),
+        (W_AND_B, {"WANDB_BASE_URL": "https://wandb.lab:8080"}, "offline", "has a key for wandb.lab:8080"),
+        ("default login me password k\n", {}, "offline", "has a key"),
+        (
+            "machine wandb.lab:8080 login user password k\n",
+            {"WANDB_BASE_URL": "https://wandb.lab:8080"},
+            "online",
+            "online to wandb.lab:8080",
+        ),
+        ("machine\n", {}, "offline", "cannot be read"),
+        (OTHER, {"WANDB_API_KEY": "k"}, "online", "with WANDB_API_KEY"),
+        (W_AND_B, {"WANDB_MODE": "disabled"}, "disabled", ""),
+    ],
+)
+def test_wandb_logs_online_where_there_is_a_key_for_its_host(
+    netrc, environment, mode, says, tmp_path, monkeypatch, capsys
+):
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -511,9 +664,27 @@ def test_changed_settings_are_refused(uninterrupted):
         train(root, "phases=[train]", "train.steps=7", "name=whole")
 
 
-BAD = {"train": {"steps": -1, "epochs": 0, "base_epochs": -1, "warmup": 5, "clip": -1, "max_length": 0, "lr": math.inf, "beta2": 1, "validate_share": 1, "max_skipped_share": 0, "seed": -1},
-       "launch": {"processes": -2, "threads": -1}, "generate": {"batch_size": 0, "greedy_prompts": -1}, "cache": {"shard_bytes": 0}, "evaluate": {"prompts": 0, "thresholds": [math.nan]},
-       "target": {"mask_token_id": -2, "stop_ids": [-1], "taps": {"block": [-1]}}, "target.sampling": {"top_p": 0, "top_k": 0}}
+BAD = {
+    "train": {
+        "steps": -1,
+        "epochs": 0,
+        "base_epochs": -1,
+        "warmup": 5,
+        "clip": -1,
+        "max_length": 0,
+        "lr": math.inf,
+        "beta2": 1,
+        "validate_share": 1,
+        "max_skipped_share": 0,
+        "seed": -1,
+    },
+    "launch": {"processes": -2, "threads": -1},
+    "generate": {"batch_size": 0, "greedy_prompts": -1},
+    "cache": {"shard_bytes": 0},
+    "evaluate": {"prompts": 0, "thresholds": [math.nan]},
+    "target": {"mask_token_id": -2, "stop_ids": [-1], "taps": {"block": [-1]}},
+    "target.sampling": {"top_p": 0, "top_k": 0},
+}
 
 
 def test_numbers_that_make_no_sense_are_refused():
@@ -526,7 +697,9 @@ def test_numbers_that_make_no_sense_are_refused():
         for one in fields(kind):
             if one.type in NUMBERS:
                 tried = [[value] if "list" in str(one.type) else value for value in (-2, 2)]
-                assert any(refused(kind, {**DEFAULTS.get(section, {}), one.name: value}) for value in tried), f"{section}.{one.name}"
+                assert any(refused(kind, {**DEFAULTS.get(section, {}), one.name: value}) for value in tried), (
+                    f"{section}.{one.name}"
+                )
 
 
 KINDS = {**TYPED, "target.sampling": SamplingConfig, "pair": PairConfig}
@@ -543,7 +716,13 @@ def refused(kind, values) -> bool:
 
 
 def test_config_errors_name_the_field():
-    for override, message in (("++train.stpes=3", "stpes"), ("++train.lr=abc", "abc"), ("++drafter.width=1", "width must be"),
-                              ("++train.batch_size=0", "must be positive"), ("++deepspeed.stage=4", "deepspeed.stage"), ("++drafter.alignment=sideways", "alignment is required")):
+    for override, message in (
+        ("++train.stpes=3", "stpes"),
+        ("++train.lr=abc", "abc"),
+        ("++drafter.width=1", "width must be"),
+        ("++train.batch_size=0", "must be positive"),
+        ("++deepspeed.stage=4", "deepspeed.stage"),
+        ("++drafter.alignment=sideways", "alignment is required"),
+    ):
         with pytest.raises(ValueError, match=message):
             composed("+drafter=dflash", "+target=tiny_llama", override)

@@ -29,14 +29,25 @@ from dloop_train.training.engine import Validation
 from dloop_train.training.metrics import flat
 from dloop_train.training.saves import POINTER, weights_of
 
-COSTS = Costs(draft_first=0.01, draft_more=0.004, gate=0.0, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1)
-RUN = ("+drafter=dflash", "+target=tiny_llama", "++drafter.width=4", "++train.precision=float32", "++train.depth_exposure=2", "++train.origins=3")
+COSTS = Costs(
+    draft_first=0.01, draft_more=0.004, gate=0.0, verify={1: 0.1, 4: 0.11, 7: 0.12}, overhead=0.002, plain=0.1
+)
+RUN = (
+    "+drafter=dflash",
+    "+target=tiny_llama",
+    "++drafter.width=4",
+    "++train.precision=float32",
+    "++train.depth_exposure=2",
+    "++train.origins=3",
+)
 
 
 def record(scores, accepted, k=2):
     """A replay of len(accepted) positions, none of which ends early."""
     count = len(accepted)
-    return Replay(k, len(scores[0]), count, count + k, 99, torch.tensor(scores), torch.tensor(accepted), torch.full((count,), 99))
+    return Replay(
+        k, len(scores[0]), count, count + k, 99, torch.tensor(scores), torch.tensor(accepted), torch.full((count,), 99)
+    )
 
 
 def prepared(root):
@@ -44,7 +55,10 @@ def prepared(root):
     config = composed(*RUN, f"root={root}")
     target = load_target(config.target, dtype="float32", device="cpu")
     prompts = [list(range(60 + 7 * number, 72 + 7 * number)) for number in range(3)]
-    rows = [Response(f"prompt-{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "").row() for number, ids in enumerate(prompts)]
+    rows = [
+        Response(f"prompt-{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "").row()
+        for number, ids in enumerate(prompts)
+    ]
     write_jsonl(artifacts.greedy(config).begin() / "validation.jsonl", rows)
     artifacts.greedy(config).finish()
     write_atomic(artifacts.run_folder(config) / "costs.json", json.dumps(COSTS.row()))
@@ -53,7 +67,9 @@ def prepared(root):
 
 def validated(root):
     config = composed(*RUN, f"root={root}")
-    drafter = make_drafter("dflash-shifted", load_target(tiny_config(), dtype="float32", device="cpu"), dtype=torch.float32)
+    drafter = make_drafter(
+        "dflash-shifted", load_target(tiny_config(), dtype="float32", device="cpu"), dtype=torch.float32
+    )
     found = Validator(config)(4, drafter)
     return found.score, {name: value for name, value in found.row.items() if name != "seconds"}
 
@@ -61,11 +77,13 @@ def validated(root):
 def test_ranks_share_the_responses_and_agree(tmp_path):
     """Three responses on two ranks: one of them has nothing to do in the second turn."""
     prepared(tmp_path)
-    (score, row), = on_ranks(1, validated, str(tmp_path))
+    ((score, row),) = on_ranks(1, validated, str(tmp_path))
     for shared in on_ranks(2, validated, str(tmp_path)):
         assert shared[0] == score and flat("row", shared[1]) == pytest.approx(flat("row", row), rel=1e-6)
     assert row["loss_first"] > 0 and row["loss_last"] > 0 and len(row["accuracy_first"]) == 4
-    assert sum(row["gate_score_histogram"]) == 36 and row["threshold"] in candidates(DLoop(paper_threshold=-0.5), [-0.25, -0.5, -0.75, -1.0])
+    assert sum(row["gate_score_histogram"]) == 36 and row["threshold"] in candidates(
+        DLoop(paper_threshold=-0.5), [-0.25, -0.5, -0.75, -1.0]
+    )
 
 
 def test_the_score_is_that_of_the_fastest_threshold():
@@ -74,8 +92,15 @@ def test_the_score_is_that_of_the_fastest_threshold():
     row, score = predictions([sure], DLoop(paper_threshold=-0.5, max_stages=2), [-0.25, -0.75, -1.0], COSTS, k=2)
     by_hand = sweep([sure], [-0.25, -0.5, -0.75, -1.0], COSTS, 2, 2)["sweep"]
     assert score == max(point["tokens_per_second"] for point in by_hand) > by_hand[0]["tokens_per_second"]
-    assert row["threshold"] == -0.5 and row["tokens_per_second_gated"] == score and row["by_threshold"]["-0.25"]["stages"] == 1
-    assert fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"] == -0.25
+    assert (
+        row["threshold"] == -0.5
+        and row["tokens_per_second_gated"] == score
+        and row["by_threshold"]["-0.25"]["stages"] == 1
+    )
+    assert (
+        fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"]
+        == -0.25
+    )
     assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below what was drafted
     vain = record([[-0.3, -0.3]] * 9, [0] * 9)
     assert predictions([vain], DLoop(paper_threshold=-0.5, max_stages=2), [-0.25], COSTS, k=2)[0]["threshold"] == -0.25
@@ -84,21 +109,37 @@ def test_the_score_is_that_of_the_fastest_threshold():
 def test_a_threshold_is_chosen_for_the_gate_that_will_run():
     """Four of six sure stages are accepted: a gate that goes on to the sixth wastes two, one that is capped at the fourth none."""
     sure = record([[-0.6] * 6] * 40, [8] * 40)
-    chosen = {cap: predictions([sure], DLoop(paper_threshold=-0.5, max_stages=cap), [-0.75], COSTS, k=2)[0]["threshold"] for cap in (4, 6)}
+    chosen = {
+        cap: predictions([sure], DLoop(paper_threshold=-0.5, max_stages=cap), [-0.75], COSTS, k=2)[0]["threshold"]
+        for cap in (4, 6)
+    }
     dear = replace(COSTS, draft_more=0.5)
-    assert chosen[4] == -0.75 and predictions([sure], DLoop(paper_threshold=-0.5, max_stages=6), [-0.75], dear, k=2)[0]["threshold"] == -0.5
+    assert (
+        chosen[4] == -0.75
+        and predictions([sure], DLoop(paper_threshold=-0.5, max_stages=6), [-0.75], dear, k=2)[0]["threshold"] == -0.5
+    )
     assert predictions([sure], DLoop(threshold=-0.75, max_stages=6), [], COSTS, k=2)[0]["stages_gated"] > 4.5
 
 
-@pytest.mark.parametrize("gate, stages", [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4, max_stages=2), 2)], ids=str)
+@pytest.mark.parametrize(
+    "gate, stages",
+    [(Never(), 1), (Always(max_stages=2), 2), (DLoop(threshold=-0.1), 1), (DLoop(threshold=-0.4, max_stages=2), 2)],
+    ids=str,
+)
 def test_a_given_gate_is_simulated_as_it_is(gate, stages):
     row, score = predictions([record([[-0.3, -0.3]] * 9, [4] * 9)], gate, [-0.25], COSTS, k=2)
-    assert row["stages_gated"] == stages and row["threshold"] == gate.threshold and score == row["tokens_per_second_gated"]
+    assert (
+        row["stages_gated"] == stages and row["threshold"] == gate.threshold and score == row["tokens_per_second_gated"]
+    )
 
 
 def test_scores_are_counted_with_the_fate_of_their_blocks():
     found = gate_scores([record([[0.0, 0.0], [-0.01, 0.0], [-9.0, 0.0]], [2, 1, 0])])
-    assert found["gate_score_histogram"] == [1, *[0] * (BINS - 2), 2] and found["gate_calibration"] == [0, *[None] * (BINS - 2), 0.5]
+    assert found["gate_score_histogram"] == [1, *[0] * (BINS - 2), 2] and found["gate_calibration"] == [
+        0,
+        *[None] * (BINS - 2),
+        0.5,
+    ]
 
 
 SCORES = {0: 1.0, 2: 3.0, 4: 5.0, 6: 4.0}
@@ -110,6 +151,7 @@ def trained_and_exported(root, start):
     def scored(step, drafter):
         before.setdefault("weights", {name: tensor.clone() for name, tensor in drafter.state_dict().items()})
         return Validation({}, (SCORES | {0: start})[step])
+
     one.train(scored)
     checkpoints = root / "run" / "checkpoints"
     best = load_file(weights_of(checkpoints, "best")[0])
@@ -129,7 +171,9 @@ def test_the_best_checkpoint_is_that_of_the_highest_score_the_start_included(tmp
 def test_an_export_names_the_threshold_of_its_step(tmp_path):
     config = composed(*RUN, f"root={tmp_path}")
     folder = artifacts.run_folder(config)
-    write_jsonl(folder / "validation.jsonl", [{"step": 0, "threshold": -1.0}, {"step": 4, "threshold": -0.25}, {"step": 6}])
+    write_jsonl(
+        folder / "validation.jsonl", [{"step": 0, "threshold": -1.0}, {"step": 4, "threshold": -0.25}, {"step": 6}]
+    )
     assert [chosen_threshold(folder, step) for step in (0, 4, 6)] == [-1.0, -0.25, None]
     assert gate_of(config, 4).threshold == -0.25 and gate_of(config, 4).paper_threshold == -0.5
     with pytest.raises(ValueError, match="has none at step 6"):
@@ -138,8 +182,15 @@ def test_an_export_names_the_threshold_of_its_step(tmp_path):
     assert gate_of(fixed, 6).threshold == -0.6
 
 
-@pytest.mark.parametrize("change, says", [("++gate.max_stages=2", "gate:"), ("++gate.threshold=-0.6", "gate:"), ("++evaluate.thresholds=[-2.0]", "evaluate.thresholds: found"),
-                                          ("++train.validate_prompts=2", "train.validate_prompts: found 16, wanted 2")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ("++gate.max_stages=2", "gate:"),
+        ("++gate.threshold=-0.6", "gate:"),
+        ("++evaluate.thresholds=[-2.0]", "evaluate.thresholds: found"),
+        ("++train.validate_prompts=2", "train.validate_prompts: found 16, wanted 2"),
+    ],
+)
 def test_what_checkpoints_are_compared_by_stays_as_it_is(change, says, tmp_path):
     """Neither a training nor the choice of a threshold goes on with scores of another gate or other prompts."""
     folder = artifacts.run_folder(composed(*RUN, f"root={tmp_path}"))
@@ -149,7 +200,9 @@ def test_what_checkpoints_are_compared_by_stays_as_it_is(change, says, tmp_path)
         validation.require_same_validation(composed(*RUN, f"root={tmp_path}", change))
 
 
-@pytest.mark.parametrize("worse, patience, over", [(None, 0, True), (None, 3, True), (3, 3, True), (3, 0, False), (3, 5, False)])
+@pytest.mark.parametrize(
+    "worse, patience, over", [(None, 0, True), (None, 3, True), (3, 3, True), (3, 0, False), (3, 5, False)]
+)
 def test_a_training_that_patience_ended_goes_on_with_more_of_it(worse, patience, over, tmp_path):
     config = composed(*RUN, f"root={tmp_path}", f"++train.patience={patience}")
     checkpoints = artifacts.run_folder(config) / "checkpoints"
@@ -166,29 +219,78 @@ def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_besi
     folders = {"untouched": tmp_path / "released", "trained": tmp_path / "trained", "other": tmp_path / "other"}
     gates = {label: evaluate.gate_for(config, label, folder) for label, folder in folders.items()}
     settings = {setting.label: setting.gate.threshold for setting in settings_of(config, gates, 3)}
-    assert settings == {"plain decoding": None, "best single stage, k = 3": None, "untouched S=1": None, "untouched + gate": -1.0, "trained S=1": None,
-                        "trained + gate (DLoop)": -0.25, "other S=1": None, "other + gate": -0.75, "trained + gate -0.5": -0.5}
+    assert settings == {
+        "plain decoding": None,
+        "best single stage, k = 3": None,
+        "untouched S=1": None,
+        "untouched + gate": -1.0,
+        "trained S=1": None,
+        "trained + gate (DLoop)": -0.25,
+        "other S=1": None,
+        "other + gate": -0.75,
+        "trained + gate -0.5": -0.5,
+    }
     short = replace(config, evaluate=replace(config.evaluate, rows="short"))
-    assert [setting.label for setting in settings_of(short, gates, 3)] == ["plain decoding", "best single stage, k = 3", "untouched + gate", "trained + gate (DLoop)", "other + gate"]
-    assert [setting.label for setting in settings_of(short, gates, 0)][:3] == ["plain decoding", "untouched S=1", "untouched + gate"]
+    assert [setting.label for setting in settings_of(short, gates, 3)] == [
+        "plain decoding",
+        "best single stage, k = 3",
+        "untouched + gate",
+        "trained + gate (DLoop)",
+        "other + gate",
+    ]
+    assert [setting.label for setting in settings_of(short, gates, 0)][:3] == [
+        "plain decoding",
+        "untouched S=1",
+        "untouched + gate",
+    ]
     fixed = replace(config, gate=DLoop(threshold=-0.5))
     gates = {label: evaluate.gate_for(fixed, label, folder) for label, folder in folders.items()}
-    assert {setting.gate.threshold for setting in settings_of(fixed, gates, 0) if isinstance(setting.gate, DLoop)} == {-0.5}
+    assert {setting.gate.threshold for setting in settings_of(fixed, gates, 0) if isinstance(setting.gate, DLoop)} == {
+        -0.5
+    }
 
 
-def test_extra_drafters_get_the_threshold_that_validation_finds_fastest_and_any_threshold_can_be_replayed(tmp_path, monkeypatch):
+def test_extra_drafters_get_the_threshold_that_validation_finds_fastest_and_any_threshold_can_be_replayed(
+    tmp_path, monkeypatch
+):
     """An export's own threshold was chosen under another cost table; a threshold below all that are swept drafts deeper than the sweep."""
     target = load_target(composed("+drafter=dflash", "+target=tiny_llama").target, dtype="float32", device="cpu")
     for name, threshold in (("trained", -60.0), ("other", -0.5)):
-        save_drafter(make_drafter("dflash-shifted", target), tmp_path / name, section=drafter_settings("dflash-shifted").section() | {"threshold": threshold}, target=target.spec)
-    config = composed("+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "++evaluate.dtype=float32", "++drafter.init=scratch", "++drafter.width=4", "++drafter.taps=[0,1,3]",
-                      "++evaluate.replay_stages=2", "++evaluate.thresholds=[-0.5,-30.0]", "++gate.threshold=replay", f"++evaluate.extra={{other: {tmp_path / 'other'}}}")
+        save_drafter(
+            make_drafter("dflash-shifted", target),
+            tmp_path / name,
+            section=drafter_settings("dflash-shifted").section() | {"threshold": threshold},
+            target=target.spec,
+        )
+    config = composed(
+        "+drafter=dflash",
+        "+target=tiny_llama",
+        f"root={tmp_path}",
+        "++evaluate.dtype=float32",
+        "++drafter.init=scratch",
+        "++drafter.width=4",
+        "++drafter.taps=[0,1,3]",
+        "++evaluate.replay_stages=2",
+        "++evaluate.thresholds=[-0.5,-30.0]",
+        "++gate.threshold=replay",
+        f"++evaluate.extra={{other: {tmp_path / 'other'}}}",
+    )
     prompts = [list(range(60 + number, 70 + number)) for number in range(3)]
-    responses = [Response(f"p{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "") for number, ids in enumerate(prompts)]
+    responses = [
+        Response(f"p{number}", "all", ids, decode_plain(target, ids, max_new_tokens=12), False, "")
+        for number, ids in enumerate(prompts)
+    ]
     monkeypatch.setattr(evaluate, "validation_responses", lambda config: responses)
-    evaluation = evaluate.Evaluation(config, tmp_path / "evaluation", {"other": tmp_path / "other", "trained": tmp_path / "trained"}, responses)
+    evaluation = evaluate.Evaluation(
+        config, tmp_path / "evaluation", {"other": tmp_path / "other", "trained": tmp_path / "trained"}, responses
+    )
     gates, drafter = evaluation.gates(), evaluation.drafter("other")
-    speeds = {g: simulated(evaluation.records(drafter, responses, config.gate, 2), config.gate.at(g), evaluation.costs(drafter))["tokens_per_second"] for g in (-0.5, -30.0)}
+    speeds = {
+        g: simulated(
+            evaluation.records(drafter, responses, config.gate, 2), config.gate.at(g), evaluation.costs(drafter)
+        )["tokens_per_second"]
+        for g in (-0.5, -30.0)
+    }
     assert gates["trained"].threshold == -60.0 and gates["other"].threshold == max(speeds, key=lambda g: (speeds[g], g))
     evaluation.replay(settings_of(config, gates, 0))
     deep = read_jsonl(tmp_path / "evaluation" / "replayed" / "trained-gate-dloop-.jsonl".replace("-.", "."))
@@ -210,7 +312,9 @@ def test_more_tokens_take_no_less_time_to_verify():
     rng = np.random.default_rng(0)
     for _ in range(50):
         values, counts = rng.normal(size=6), rng.integers(1, 5, size=6)
-        found = np.array(list(increasing({place: (float(values[place]), int(counts[place])) for place in range(6)}).values()))
+        found = np.array(
+            list(increasing({place: (float(values[place]), int(counts[place])) for place in range(6)}).values())
+        )
         assert (np.diff(found) >= 0).all()
         best = np.inf
         for cuts in range(2**5):

@@ -9,7 +9,14 @@ import torch
 from conftest import TAPS, make_drafter, settings_of, shape_of
 from teaching import counting_batch, counting_prompts, taught_drafter
 
-from dloop_train.checkpoints.files import check_export, create_drafter, load_drafter, read_config, read_shape, save_drafter
+from dloop_train.checkpoints.files import (
+    check_export,
+    create_drafter,
+    load_drafter,
+    read_config,
+    read_shape,
+    save_drafter,
+)
 from dloop_train.config import build, option
 from dloop_train.decoding.gates import DLoop
 from dloop_train.decoding.loop import decode
@@ -29,8 +36,13 @@ def test_stop_ids_are_kept_whatever_the_responses_say(tiny_target):
     assert frequent_ids(Counter({9: 5}), shape, [2]).tolist() == [0, 1, 2, 9]  # filled up where responses hold too few
 
 
-REDUCIBLE = {"dflash-shifted": "speculators_dflash", "dflash-fill_in": "speculators_dflash", "dspark-vanilla": "speculators_dspark", "dspark-gated": "speculators_dspark",
-             "eagle3-fc_norm": "specforge_eagle3"}
+REDUCIBLE = {
+    "dflash-shifted": "speculators_dflash",
+    "dflash-fill_in": "speculators_dflash",
+    "dspark-vanilla": "speculators_dspark",
+    "dspark-gated": "speculators_dspark",
+    "eagle3-fc_norm": "specforge_eagle3",
+}
 
 
 @pytest.mark.parametrize("variant", REDUCIBLE)
@@ -39,17 +51,35 @@ def test_a_reduced_drafter_says_what_the_whole_one_says_of_the_kept_tokens(varia
     whole = taught_drafter(variant, taught_target)
     settings = replace(settings_of(variant), draft_vocab_size=len(KEPT), format="")
     reduced = with_vocabulary(whole, settings, KEPT)
-    assert reduced.shape.format == REDUCIBLE[variant] and reduced.shape.reduced and torch.equal(reduced.kept_ids(), KEPT)
+    assert (
+        reduced.shape.format == REDUCIBLE[variant] and reduced.shape.reduced and torch.equal(reduced.kept_ids(), KEPT)
+    )
     hidden = torch.randn(1, 2, whole.shape.hidden_size, dtype=torch.float64)
     torch.testing.assert_close(reduced.logits(hidden), whole.logits(hidden)[..., KEPT])
     for prompt in counting_prompts(2).tolist():
         rounds = list(decode(taught_target, reduced, DLoop(threshold=-3.0, max_stages=4), prompt, max_new_tokens=24))
-        assert [token for one in rounds for token in one.tokens] == decode_plain(taught_target, prompt, max_new_tokens=24)
+        assert [token for one in rounds for token in one.tokens] == decode_plain(
+            taught_target, prompt, max_new_tokens=24
+        )
         assert any(one.round is not None and one.round.accepted for one in rounds)
-    save_drafter(reduced, tmp_path, section={"state": whole.shape.state, "slot": whole.shape.slot}, target=taught_target.spec, dtype=torch.float64)
-    again = load_drafter(tmp_path, settings, TargetHead.of(taught_target), dtype=torch.float64, target=taught_target.spec, taps=TAPS)
+    save_drafter(
+        reduced,
+        tmp_path,
+        section={"state": whole.shape.state, "slot": whole.shape.slot},
+        target=taught_target.spec,
+        dtype=torch.float64,
+    )
+    again = load_drafter(
+        tmp_path, settings, TargetHead.of(taught_target), dtype=torch.float64, target=taught_target.spec, taps=TAPS
+    )
     torch.testing.assert_close(again.logits(hidden), reduced.logits(hidden), rtol=1e-4, atol=1e-5)
-    save_drafter(reduced.float(), tmp_path, section={"state": whole.shape.state, "slot": whole.shape.slot}, target=taught_target.spec, dtype=torch.float32)
+    save_drafter(
+        reduced.float(),
+        tmp_path,
+        section={"state": whole.shape.state, "slot": whole.shape.slot},
+        target=taught_target.spec,
+        dtype=torch.float32,
+    )
     check_export(tmp_path, reduced, settings, dtype=torch.float32)
 
 
@@ -59,7 +89,11 @@ def test_released_weights_get_a_vocabulary_at_load(tiny_target, tmp_path):
     save_drafter(released, tmp_path, section={}, target=tiny_target.spec, dtype=torch.float64)
     settings = replace(settings_of("dspark-vanilla"), init=str(tmp_path), draft_vocab_size=40)
     drafter = create_drafter(settings, tiny_target.spec, TargetHead.of(tiny_target), TAPS, dtype=torch.float64)
-    assert drafter.shape.draft_vocab_size == 40 and drafter.shape.format == "speculators_dspark" and 2 in drafter.kept_ids().tolist()
+    assert (
+        drafter.shape.draft_vocab_size == 40
+        and drafter.shape.format == "speculators_dspark"
+        and 2 in drafter.kept_ids().tolist()
+    )
     assert drafter.markov_head.markov_w2.weight.shape[0] == 40 and not read_shape(tmp_path).reduced
     hidden = torch.randn(1, 1, drafter.shape.hidden_size, dtype=torch.float64)
     torch.testing.assert_close(drafter.logits(hidden), released.logits(hidden)[..., drafter.kept_ids()])
@@ -73,21 +107,37 @@ def test_a_reduced_drafter_that_has_decoded_is_trained(variant, taught_target):
     with torch.inference_mode():
         list(decode(taught_target, drafter, DLoop(threshold=-1.0), counting_prompts(1)[0].tolist(), max_new_tokens=4))
     batch = counting_batch(taught_target, drafter.shape.reads, count=2)
-    origins, unroll = draw_origins(batch, drafter.k, count=4, depth_exposure=2, seed=0, epoch=0), Unroll(drafter, Terms(2), max_rows=1000)
+    origins, unroll = (
+        draw_origins(batch, drafter.k, count=4, depth_exposure=2, seed=0, epoch=0),
+        Unroll(drafter, Terms(2), max_rows=1000),
+    )
     unroll(batch, origins, unroll.weights(batch, origins), 0.0).loss.backward()
     assert any(parameter.grad is not None for parameter in drafter.parameters())
 
 
-@pytest.mark.parametrize("family, settings, says", [
-    ("domino", {"alignment": "fill_in"}, "no public layout of domino can say"), ("mtp", {}, "no public layout of mtp can say"),
-    ("mtp_assistant", {}, "no public layout of mtp_assistant can say"), ("eagle3", {"format": "deepspec_eagle3"}, "the layout deepspec_eagle3 has neither"),
-    ("dflash", {"alignment": "shifted", "draft_vocab_size": -1}, "must not be negative"), ("eagle3", {"outside": "some"}, "must be skip or train")])
+@pytest.mark.parametrize(
+    "family, settings, says",
+    [
+        ("domino", {"alignment": "fill_in"}, "no public layout of domino can say"),
+        ("mtp", {}, "no public layout of mtp can say"),
+        ("mtp_assistant", {}, "no public layout of mtp_assistant can say"),
+        ("eagle3", {"format": "deepspec_eagle3"}, "the layout deepspec_eagle3 has neither"),
+        ("dflash", {"alignment": "shifted", "draft_vocab_size": -1}, "must not be negative"),
+        ("eagle3", {"outside": "some"}, "must be skip or train"),
+    ],
+)
 def test_layouts_without_a_vocabulary_refuse_one_by_name(family, settings, says):
     with pytest.raises(ValueError, match=says):
         build(option("drafter", family) | {"draft_vocab_size": 20} | settings, DrafterConfig, "drafter")
 
 
-@pytest.mark.parametrize("variant, says", [("eagle3-deepspec", "the layout deepspec_eagle3 has no draft vocabulary"), ("dspark-gemma4", "holds qwen3 layers, this drafter has gemma4")])
+@pytest.mark.parametrize(
+    "variant, says",
+    [
+        ("eagle3-deepspec", "the layout deepspec_eagle3 has no draft vocabulary"),
+        ("dspark-gemma4", "holds qwen3 layers, this drafter has gemma4"),
+    ],
+)
 def test_released_weights_of_other_layouts_refuse_one_by_name(variant, says, tiny_target):
     drafter = make_drafter(variant, tiny_target)
     with pytest.raises(ValueError, match=says):
@@ -112,9 +162,21 @@ def test_the_speculators_file_of_a_whole_vocabulary_is_deepspecs_drafter(tiny_ta
         drafter.shape = replace(drafter.shape, format=format)
         save_drafter(drafter, folder, section={}, target=tiny_target.spec, dtype=torch.float64)
         config = read_config(folder)
-        assert config["aux_hidden_state_layer_ids"] == [tap + 1 for tap in TAPS] and config["sample_from_anchor"] is True
-        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafter.k and "rope_theta" in config["transformer_layer_config"]
-        again = load_drafter(folder, settings_of(variant), TargetHead.of(tiny_target), dtype=torch.float64, target=tiny_target.spec, taps=TAPS)
+        assert (
+            config["aux_hidden_state_layer_ids"] == [tap + 1 for tap in TAPS] and config["sample_from_anchor"] is True
+        )
+        assert (
+            config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafter.k
+            and "rope_theta" in config["transformer_layer_config"]
+        )
+        again = load_drafter(
+            folder,
+            settings_of(variant),
+            TargetHead.of(tiny_target),
+            dtype=torch.float64,
+            target=tiny_target.spec,
+            taps=TAPS,
+        )
         assert again.shape == drafter.shape and again.state_dict().keys() == drafter.state_dict().keys()
         for name in ("mask_token_id", "transformer_layer_config"):
             broken = {key: value for key, value in config.items() if key != name}
@@ -144,7 +206,9 @@ def test_rows_that_a_vocabulary_cannot_say_teach_nothing(variant, taught_target)
     inside, outside = torch.arange(50, 250), torch.tensor([*range(0, 70), *range(96, 226)])
     loss, norm = one_row(variant, taught_target, inside)
     assert loss > 0.1 and norm > 0.1
-    loss, norm = one_row(variant, taught_target, outside, **({"confidence_head": None} if variant == "dspark-rnn" else {}))
+    loss, norm = one_row(
+        variant, taught_target, outside, **({"confidence_head": None} if variant == "dspark-rnn" else {})
+    )
     assert (loss, norm) == (0.0, 0.0)
 
 
@@ -152,4 +216,8 @@ def test_the_other_rule_is_a_switch(taught_target):
     outside = torch.tensor([*range(0, 70), *range(96, 226)])
     loss, norm = one_row("eagle3-reduced", taught_target, outside, skip_outside=False)
     assert loss > 0.1 and norm > 0.1
-    assert not Eagle3Config(draft_vocab_size=20, outside="train").build(replace(shape_of("eagle3-reduced", taught_target), draft_vocab_size=20), None).skip_outside
+    assert (
+        not Eagle3Config(draft_vocab_size=20, outside="train")
+        .build(replace(shape_of("eagle3-reduced", taught_target), draft_vocab_size=20), None)
+        .skip_outside
+    )

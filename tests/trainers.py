@@ -32,7 +32,14 @@ def on_ranks(count, function, *arguments):
 
 
 def one_rank(number, count, port, folder, function, arguments):
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.manual_seed(0)
     initialise_distributed(1)
     torch.save(function(*arguments), Path(folder) / f"{number}.pt")
@@ -49,8 +56,12 @@ class Samples:
         for number, length in enumerate(lengths):
             tokens = torch.randint(60, 240, (length,), generator=generator)
             output = target.read(tokens[None], reads=reads)
-            features = output.features[0].float() if number != poisoned else torch.full_like(output.features[0], 1e38).float()
-            self.samples.append(Sample(f"sample-{number}", tokens, torch.arange(length) >= 4, features, output.last_hidden[0].float()))
+            features = (
+                output.features[0].float() if number != poisoned else torch.full_like(output.features[0], 1e38).float()
+            )
+            self.samples.append(
+                Sample(f"sample-{number}", tokens, torch.arange(length) >= 4, features, output.last_hidden[0].float())
+            )
         self.lengths = tuple(len(sample.tokens) for sample in self.samples)
 
     def read(self, indices):
@@ -63,12 +74,32 @@ class Samples:
 def trainer(folder, stage, *, offload=False, poisoned=None, variant="dflash-shifted", shape=None, source=None, **train):
     """A trainer of the tiny DFlash, resumed where the folder has a checkpoint."""
     target = load_target(tiny_config(), dtype="float32", device="cpu")
-    settings = TrainConfig(**{"batch_size": 4, "micro_batch_size": 1, "steps": 6, "origins": 3, "lr": 1e-3, "save_every": 2, "log_every": 1, "depth_exposure": 2,
-                              "precision": "float32", "validate_every": 1} | train)
+    settings = TrainConfig(
+        **{
+            "batch_size": 4,
+            "micro_batch_size": 1,
+            "steps": 6,
+            "origins": 3,
+            "lr": 1e-3,
+            "save_every": 2,
+            "log_every": 1,
+            "depth_exposure": 2,
+            "precision": "float32",
+            "validate_every": 1,
+        }
+        | train
+    )
     folder.mkdir(parents=True, exist_ok=True)
     drafter = make_drafter(variant, target, dtype=torch.float32, shape=shape).train()
     last, best = last_of(folder / "checkpoints"), best_of(folder / "checkpoints")
-    log = MetricLog(folder, LogConfig(mode="disabled"), name="test", config={}, start=last.step if last else 0, best=best.step if best else None)
+    log = MetricLog(
+        folder,
+        LogConfig(mode="disabled"),
+        name="test",
+        config={},
+        start=last.step if last else 0,
+        best=best.step if best else None,
+    )
     source = source or Samples(target, shape_of(variant, target).reads, poisoned)
     return Trainer(drafter, source, settings, DeepSpeedConfig(stage, offload), folder / "checkpoints", log)
 
@@ -81,7 +112,9 @@ def optimiser_of(trainer):
     """Every tensor of this rank's optimiser: fp32 weights, moments, steps."""
     basic = trainer.engine.basic_optimizer
     held = [parameter for group in basic.param_groups for parameter in group["params"]]
-    return [parameter.detach().clone() for parameter in held] + [value.clone() for parameter in held for value in basic.state[parameter].values() if torch.is_tensor(value)]
+    return [parameter.detach().clone() for parameter in held] + [
+        value.clone() for parameter in held for value in basic.state[parameter].values() if torch.is_tensor(value)
+    ]
 
 
 def nothing(step, drafter):

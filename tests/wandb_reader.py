@@ -12,6 +12,7 @@ FULL, FIRST, _, LAST = 1, 2, 3, 4
 def records(path: Path):
     """The records of a .wandb file, checksums verified."""
     from wandb.proto import wandb_internal_pb2
+
     data = path.read_bytes()
     assert struct.unpack("<4sHB", data[:HEADER])[:2] == (b":W&B", 0xBEE1)
     at, parts = HEADER, b""
@@ -20,8 +21,8 @@ def records(path: Path):
         if left < HEADER:
             at += left
             continue
-        checksum, size, kind = struct.unpack("<IHB", data[at:at + HEADER])
-        chunk = data[at + HEADER:at + HEADER + size]
+        checksum, size, kind = struct.unpack("<IHB", data[at : at + HEADER])
+        chunk = data[at + HEADER : at + HEADER + size]
         at += HEADER + size
         assert zlib.crc32(chunk, zlib.crc32(bytes([kind]))) == checksum
         parts = chunk if kind in (FULL, FIRST) else parts + chunk
@@ -32,13 +33,21 @@ def records(path: Path):
 
 
 def items(entries) -> dict:
-    return {"/".join(entry.nested_key) if entry.nested_key else entry.key: json.loads(entry.value_json) for entry in entries}
+    return {
+        "/".join(entry.nested_key) if entry.nested_key else entry.key: json.loads(entry.value_json) for entry in entries
+    }
 
 
 def read_identities(folder: Path) -> list[tuple[str, str, str]]:
     """Id, group and job of every start of a run that a folder holds, in the order of their times."""
-    runs = [next(record.run for record in records(path) if record.WhichOneof("record_type") == "run") for path in sorted(folder.glob("wandb/*run-*/run-*.wandb"))]
-    return [(run.run_id, run.run_group, run.job_type) for run in sorted(runs, key=lambda run: run.start_time.ToNanoseconds())]
+    runs = [
+        next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
+        for path in sorted(folder.glob("wandb/*run-*/run-*.wandb"))
+    ]
+    return [
+        (run.run_id, run.run_group, run.job_type)
+        for run in sorted(runs, key=lambda run: run.start_time.ToNanoseconds())
+    ]
 
 
 def read_offline_run(folder: Path) -> tuple[list[dict], dict, dict]:

@@ -22,7 +22,10 @@ def matches(config: dict) -> bool:
 
 def read_shape(config: dict) -> BlockShape:
     places, architecture = deepspec_sections(config), deepspec_architecture(config, "DSparkModel")
-    return BlockShape(**block_fields("deepspec_dflash", places, architecture=architecture, alignment=anchor_slot(places)), num_anchors=config.get("num_anchors", 512))
+    return BlockShape(
+        **block_fields("deepspec_dflash", places, architecture=architecture, alignment=anchor_slot(places)),
+        num_anchors=config.get("num_anchors", 512),
+    )
 
 
 def write_config(shape: BlockShape) -> dict:

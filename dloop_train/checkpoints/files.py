@@ -40,13 +40,18 @@ def layout_modules() -> dict[str, ModuleType]:
 def layout_of(config: dict, where: Path | str) -> ModuleType:
     found = [module for module in layout_modules().values() if module.matches(config)]
     known = "; ".join(f"{name} ({module.WHAT})" for name, module in layout_modules().items())
-    check(len(found) == 1, f"{where}: config.json with architectures {config.get('architectures')} is of {len(found)} known layouts. Known: {known}")
+    check(
+        len(found) == 1,
+        f"{where}: config.json with architectures {config.get('architectures')} is of {len(found)} known layouts. Known: {known}",
+    )
     return found[0]
 
 
 def read_config(folder: Path) -> dict:
     path = folder / "config.json"
-    check(path.is_file(), f"{folder} has no config.json; a drafter's folder with config.json and safetensors was expected")
+    check(
+        path.is_file(), f"{folder} has no config.json; a drafter's folder with config.json and safetensors was expected"
+    )
     return read_json(path)
 
 
@@ -54,7 +59,9 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as JSON: {error}; it may be truncated, fetch it again") from error
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as JSON: {error}; it may be truncated, fetch it again"
+        ) from error
     check(isinstance(value, dict), f"{path} holds a {type(value).__name__}, an object of keys and values was expected")
     return value
 
@@ -69,7 +76,11 @@ def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
 
 def weight_files(folder: Path, prefix: str = "") -> list[Path]:
     """The files that hold tensors of this prefix."""
-    index, single, pickled = folder / "model.safetensors.index.json", folder / "model.safetensors", folder / "pytorch_model.bin"
+    index, single, pickled = (
+        folder / "model.safetensors.index.json",
+        folder / "model.safetensors",
+        folder / "pytorch_model.bin",
+    )
     if not index.is_file():
         check(single.is_file() or pickled.is_file(), f"{folder} has no model.safetensors, index or pytorch_model.bin")
         return [single if single.is_file() else pickled]
@@ -88,18 +99,27 @@ def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
     except SafetensorError as error:
-        raise ValueError(f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again") from error
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again"
+        ) from error
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
     """Plain tensors alone: code in a pickle is never run."""
-    check(zipfile.is_zipfile(path), f"{path} ({path.stat().st_size} bytes) is no file of torch.save; it may be truncated, fetch it again")
+    check(
+        zipfile.is_zipfile(path),
+        f"{path} ({path.stat().st_size} bytes) is no file of torch.save; it may be truncated, fetch it again",
+    )
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be read as plain tensors: it holds code, which is not run, or is damaged; fetch it again, or take safetensors") from error
-    check(isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values()),
-          f"{path} holds more than named tensors; save its state dict alone, as safetensors")
+        raise ValueError(
+            f"{path} cannot be read as plain tensors: it holds code, which is not run, or is damaged; fetch it again, or take safetensors"
+        ) from error
+    check(
+        isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values()),
+        f"{path} holds more than named tensors; save its state dict alone, as safetensors",
+    )
     return tensors
 
 
@@ -117,8 +137,15 @@ def read_shape(folder: Path, config: dict | None = None) -> DrafterShape:
     return layout_of(config, folder).read_shape(config)
 
 
-def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None, *, dtype: torch.dtype = torch.float32,
-                 target: TargetSpec | None = None, taps: Sequence[int] = ()) -> Drafter:
+def load_drafter(
+    folder: Path,
+    settings: DrafterConfig,
+    head: TargetHead | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    target: TargetSpec | None = None,
+    taps: Sequence[int] = (),
+) -> Drafter:
     """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it.
 
     With a target, everything that the file says of its own target must be true of this one; `taps` are the run's, where it has some.
@@ -141,18 +168,29 @@ def load_drafter(folder: Path, settings: DrafterConfig, head: TargetHead | None,
 
 
 def require_family(layout: ModuleType, settings: DrafterConfig, folder: Path) -> None:
-    check(layout.FAMILY == settings.family, f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), the run wants {settings.family}; "
-          f"choose +drafter={layout.FAMILY} or another init")
+    check(
+        layout.FAMILY == settings.family,
+        f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), the run wants {settings.family}; "
+        f"choose +drafter={layout.FAMILY} or another init",
+    )
 
 
 def own_tensors(folder: Path, layout: ModuleType) -> dict[str, Tensor]:
     """A folder's tensors under the names of our modules."""
-    return layout.from_public(renamed(read_tensors(folder, getattr(layout, "PREFIX", "")), lambda name: name.removeprefix("_orig_mod.").removeprefix("model.")))
+    return layout.from_public(
+        renamed(
+            read_tensors(folder, getattr(layout, "PREFIX", "")),
+            lambda name: name.removeprefix("_orig_mod.").removeprefix("model."),
+        )
+    )
 
 
 def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path) -> None:
     wanted, found = settings.alignment, shape.alignment
-    check(wanted in ("", found), f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}")
+    check(
+        wanted in ("", found),
+        f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}",
+    )
 
 
 def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
@@ -164,8 +202,14 @@ def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder
     return looped
 
 
-def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tuple[float, float | None] | None, folder: Path, dtype: torch.dtype,
-                kept: Tensor | None = None) -> TargetHead | None:
+def merge_heads(
+    copies: dict[str, Tensor],
+    head: TargetHead | None,
+    scales: tuple[float, float | None] | None,
+    folder: Path,
+    dtype: torch.dtype,
+    kept: Tensor | None = None,
+) -> TargetHead | None:
     """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given.
 
     `kept` are the target ids of a reduced draft vocabulary, of which alone a copy of the lm_head has rows.
@@ -177,54 +221,92 @@ def merge_heads(copies: dict[str, Tensor], head: TargetHead | None, scales: tupl
             return None
         scale, softcap = scales or (1.0, None)
         embed = copies["embed"].to(dtype)
-        return TargetHead(embed, copies["lm_head"].to(dtype) if "lm_head" in copies else embed, embed_scale=scale, softcap=softcap)
+        return TargetHead(
+            embed, copies["lm_head"].to(dtype) if "lm_head" in copies else embed, embed_scale=scale, softcap=softcap
+        )
     theirs = (head.embed_scale, head.softcap)
-    check(scales in (None, theirs),
-          f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target")
+    check(
+        scales in (None, theirs),
+        f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target",
+    )
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
         theirs = theirs[kept.to(theirs.device)] if role == "lm_head" and kept is not None else theirs
-        check(copy.shape == theirs.shape, f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target")
-        check(torch.equal(copy.to(theirs.device, torch.bfloat16), theirs.to(torch.bfloat16)), f"{folder}: its copy of the target's {role} has other values: it was made for another target")
+        check(
+            copy.shape == theirs.shape,
+            f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target",
+        )
+        check(
+            torch.equal(copy.to(theirs.device, torch.bfloat16), theirs.to(torch.bfloat16)),
+            f"{folder}: its copy of the target's {role} has other values: it was made for another target",
+        )
     return head
 
 
 def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
     """Load every tensor, or say which are unknown, missing, of another shape or not finite."""
     wanted = drafter.state_dict()
-    faults = [f"unknown {name}" for name in tensors.keys() - wanted.keys()] + [f"missing {name}" for name in wanted.keys() - tensors.keys()]
+    faults = [f"unknown {name}" for name in tensors.keys() - wanted.keys()] + [
+        f"missing {name}" for name in wanted.keys() - tensors.keys()
+    ]
     for name in sorted(tensors.keys() & wanted.keys()):
         if tensors[name].shape != wanted[name].shape:
             faults.append(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(wanted[name].shape)}")
-        elif tensors[name].is_floating_point() != wanted[name].is_floating_point() or tensors[name].itemsize < min(2, wanted[name].itemsize):
-            faults.append(f"{name} is {tensors[name].dtype}, expected plain numbers like {wanted[name].dtype}: quantised files are not supported")
+        elif tensors[name].is_floating_point() != wanted[name].is_floating_point() or tensors[name].itemsize < min(
+            2, wanted[name].itemsize
+        ):
+            faults.append(
+                f"{name} is {tensors[name].dtype}, expected plain numbers like {wanted[name].dtype}: quantised files are not supported"
+            )
         elif tensors[name].is_floating_point() and not tensors[name].isfinite().all():
             faults.append(f"{name} has NaN or infinite values")
     check(not faults, f"{where} does not fit a {type(drafter).__name__}:\n  " + "\n  ".join(sorted(faults)))
     drafter.load_state_dict(tensors)
 
 
-def save_drafter(drafter: Drafter, folder: Path, *, section: dict, target: TargetSpec | None, dtype: torch.dtype = torch.bfloat16,
-                 copies: bool = True) -> None:
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    *,
+    section: dict,
+    target: TargetSpec | None,
+    dtype: torch.dtype = torch.bfloat16,
+    copies: bool = True,
+) -> None:
     """Write config.json and model.safetensors in the drafter's public layout; `copies` says whether with its copies of the target's rows."""
     layout = layout_modules()[drafter.shape.format]
-    own = {name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach() for name, tensor in drafter.state_dict().items()}
+    own = {
+        name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        for name, tensor in drafter.state_dict().items()
+    }
     if copies and drafter.head is not None:
-        own |= {name: getattr(drafter.draft_head, f"{role}_weight").detach().to(dtype) for role, name in layout.COPIES.items()}
+        own |= {
+            name: getattr(drafter.draft_head, f"{role}_weight").detach().to(dtype)
+            for role, name in layout.COPIES.items()
+        }
     tensors = {name: tensor.contiguous().clone() for name, tensor in layout.to_public(own).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = layout.write_config(drafter.shape) | {"dtype": str(dtype).removeprefix("torch."), SECTION: section}
     if target is not None:
-        config |= {key: target.text_config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if target.text_config.get(key) is not None}
+        config |= {
+            key: target.text_config[key]
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            if target.text_config.get(key) is not None
+        }
     write_atomic(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def check_export(folder: Path, drafter: Drafter, settings: DrafterConfig, *, dtype: torch.dtype = torch.bfloat16) -> None:
+def check_export(
+    folder: Path, drafter: Drafter, settings: DrafterConfig, *, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Re-read an export: every tensor finite and equal to the drafter's, none unknown, none missing."""
     again = load_drafter(folder, settings, drafter.head, dtype=dtype)
     for name, tensor in drafter.state_dict().items():
-        check(torch.equal(again.state_dict()[name], tensor.to(again.state_dict()[name].dtype)), f"{folder}: {name} did not come back as it was written")
+        check(
+            torch.equal(again.state_dict()[name], tensor.to(again.state_dict()[name].dtype)),
+            f"{folder}: {name} did not come back as it was written",
+        )
 
 
 def locate_drafter(init: str, revision: str = "main") -> Path:
@@ -237,17 +319,29 @@ def locate_drafter(init: str, revision: str = "main") -> Path:
     if Path(init).expanduser().is_dir():
         return Path(init).expanduser()
     from dloop_train.targets.sources import download
+
     return download(init, revision)
 
 
-def create_drafter(settings: DrafterConfig, target: TargetSpec, head: TargetHead, taps: list[int], *, dtype: torch.dtype = torch.float32) -> Drafter:
+def create_drafter(
+    settings: DrafterConfig,
+    target: TargetSpec,
+    head: TargetHead,
+    taps: list[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Drafter:
     """The drafter of a run: from released weights, checked against the target, or from scratch."""
     if settings.init == "scratch":
         return settings.build(settings.shape(target, taps), head).to(dtype)
     folder = locate_drafter(settings.init, settings.revision)
     drafter, own = load_drafter(folder, settings, head, dtype=dtype, target=target, taps=taps), read_shape(folder)
     if settings.draft_vocab_size and not own.reduced:
-        drafter = with_vocabulary(drafter, settings, frequent_ids(Counter(), replace(own, draft_vocab_size=settings.draft_vocab_size), target.stop_ids))  # ids wait for responses
+        drafter = with_vocabulary(
+            drafter,
+            settings,
+            frequent_ids(Counter(), replace(own, draft_vocab_size=settings.draft_vocab_size), target.stop_ids),
+        )  # ids wait for responses
     if getattr(drafter.shape, "width", None) != getattr(own, "width", None):
         say(f"{folder}: a block of {own.width} slots, looped with drafter.width={drafter.shape.width}")
     return drafter
@@ -265,16 +359,24 @@ def fill_backbone(drafter: Drafter, folder: Path) -> None:
 def require_backbone(shape: DrafterShape, folder: Path) -> None:
     """Name everything in which the backbone of a checkpoint and that of a block drafter disagree."""
     theirs = read_shape(folder)
-    check(len(theirs.layers) == len(shape.layers), f"{folder} cannot be this drafter's backbone: it has {len(theirs.layers)} layers, the drafter {len(shape.layers)}; "
-          f"set drafter.layers={len(theirs.layers)}")
-    differ = [f"{name}: it has {getattr(theirs, name, None)}, the drafter has {getattr(shape, name)}"
-              for name in ("layers", "taps", "alignment", "mask_token_id") if getattr(theirs, name, None) != getattr(shape, name)]
+    check(
+        len(theirs.layers) == len(shape.layers),
+        f"{folder} cannot be this drafter's backbone: it has {len(theirs.layers)} layers, the drafter {len(shape.layers)}; "
+        f"set drafter.layers={len(theirs.layers)}",
+    )
+    differ = [
+        f"{name}: it has {getattr(theirs, name, None)}, the drafter has {getattr(shape, name)}"
+        for name in ("layers", "taps", "alignment", "mask_token_id")
+        if getattr(theirs, name, None) != getattr(shape, name)
+    ]
     check(not differ, f"{folder} cannot be this drafter's backbone:\n  " + "\n  ".join(differ))
 
 
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: Sequence[int], folder: Path) -> None:
     """Name everything in which a checkpoint and the target disagree."""
-    differ = [f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
-              for name, value in shape.facts_of(target, taps).items() if getattr(shape, name) != value]
+    differ = [
+        f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
+        for name, value in shape.facts_of(target, taps).items()
+        if getattr(shape, name) != value
+    ]
     check(not differ, f"{folder} was made for another target:\n  " + "\n  ".join(differ))
-

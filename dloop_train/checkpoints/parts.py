@@ -20,7 +20,10 @@ def one_of(key: str, *places: dict, default=None):
 def said(places: Sequence[dict], *keys: str):
     """What is said under any of these keys in any of these places, or None; contradicting values are an error."""
     found = [place[key] for place in places for key in keys if place.get(key) is not None]
-    check(all(value == found[0] for value in found), f"config.json has {' or '.join(keys)} twice with different values: {found}; keep the right one")
+    check(
+        all(value == found[0] for value in found),
+        f"config.json has {' or '.join(keys)} twice with different values: {found}; keep the right one",
+    )
     return found[0] if found else None
 
 
@@ -38,11 +41,20 @@ def block_fields(format: str, places: Sequence[dict], *, architecture: str, alig
     config = places[-1]
     required(config, "vocab_size", "hidden_size")
     section = config.get("dloop") or {}
-    return dict(format=format, layers=read_layers(config, architecture, layer_kinds(config), causal=said(places, "is_causal", "causal")),
-                taps=tuple(one_of("target_layer_ids", *places)), num_target_layers=config.get("num_target_layers"), vocab_size=config["vocab_size"],
-                target_hidden_size=config["hidden_size"], width=one_of("block_size", *places), alignment=alignment,
-                mask_token_id=one_of("mask_token_id", *places), head_scales=head_scales(config, architecture),
-                state=section.get("state", "context_norm"), slot=section.get("slot", "own"))
+    return dict(
+        format=format,
+        layers=read_layers(config, architecture, layer_kinds(config), causal=said(places, "is_causal", "causal")),
+        taps=tuple(one_of("target_layer_ids", *places)),
+        num_target_layers=config.get("num_target_layers"),
+        vocab_size=config["vocab_size"],
+        target_hidden_size=config["hidden_size"],
+        width=one_of("block_size", *places),
+        alignment=alignment,
+        mask_token_id=one_of("mask_token_id", *places),
+        head_scales=head_scales(config, architecture),
+        state=section.get("state", "context_norm"),
+        slot=section.get("slot", "own"),
+    )
 
 
 def anchor_slot(places: Sequence[dict]) -> str:
@@ -60,15 +72,28 @@ def head_scales(config: dict, architecture: str) -> tuple[float, float | None] |
 def shared_keys(shape: DrafterShape) -> dict:
     """The config.json keys that all layouts with Qwen3's or Gemma 4's layers write."""
     gemma4 = shape.layers[0].architecture == "gemma4"
-    return {"model_type": "gemma4_text" if gemma4 else "qwen3", "num_target_layers": shape.num_target_layers, "vocab_size": shape.vocab_size,
-            "tie_word_embeddings": False, **public_sizes(shape.layers), **({"final_logit_softcapping": shape.head_scales[1]} if gemma4 else {})}
+    return {
+        "model_type": "gemma4_text" if gemma4 else "qwen3",
+        "num_target_layers": shape.num_target_layers,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": False,
+        **public_sizes(shape.layers),
+        **({"final_logit_softcapping": shape.head_scales[1]} if gemma4 else {}),
+    }
 
 
 def deepspec_block_keys(shape) -> dict:
     """What DeepSpec's block drafters write beside their heads' keys."""
-    return {"architectures": [deepspec_name(shape, "DSparkModel")], "block_size": shape.width, "target_layer_ids": list(shape.taps),
-            "mask_token_id": shape.mask_token_id, "num_anchors": shape.num_anchors, "sample_from_anchor": shape.alignment == "shifted",
-            **causal_key(shape), **shared_keys(shape)}
+    return {
+        "architectures": [deepspec_name(shape, "DSparkModel")],
+        "block_size": shape.width,
+        "target_layer_ids": list(shape.taps),
+        "mask_token_id": shape.mask_token_id,
+        "num_anchors": shape.num_anchors,
+        "sample_from_anchor": shape.alignment == "shifted",
+        **causal_key(shape),
+        **shared_keys(shape),
+    }
 
 
 def causal_key(shape: DrafterShape) -> dict:
@@ -119,23 +144,51 @@ def speculators_fields(format: str, config: dict, *, shifted: bool) -> dict:
     required(layer, "vocab_size", "hidden_size")
     causal = None if config.get("sliding_window_non_causal") is None else not config["sliding_window_non_causal"]
     sliding = any(kind != FULL for kind in layer_kinds(layer))
-    return dict(format=format, layers=read_layers(layer, "qwen3", layer_kinds(layer), causal=causal if sliding else None),
-                taps=tuple(index - 1 for index in config["aux_hidden_state_layer_ids"]), num_target_layers=layer.get("num_target_layers"),
-                vocab_size=layer["vocab_size"], target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
-                draft_vocab_size=config.get("draft_vocab_size") or layer["vocab_size"], width=config["block_size"],
-                alignment="shifted" if config.get("sample_from_anchor", shifted) else "fill_in", mask_token_id=config["mask_token_id"],
-                state=section.get("state", "context_norm"), slot=section.get("slot", "own"))
+    return dict(
+        format=format,
+        layers=read_layers(layer, "qwen3", layer_kinds(layer), causal=causal if sliding else None),
+        taps=tuple(index - 1 for index in config["aux_hidden_state_layer_ids"]),
+        num_target_layers=layer.get("num_target_layers"),
+        vocab_size=layer["vocab_size"],
+        target_hidden_size=config.get("target_hidden_size") or layer["hidden_size"],
+        draft_vocab_size=config.get("draft_vocab_size") or layer["vocab_size"],
+        width=config["block_size"],
+        alignment="shifted" if config.get("sample_from_anchor", shifted) else "fill_in",
+        mask_token_id=config["mask_token_id"],
+        state=section.get("state", "context_norm"),
+        slot=section.get("slot", "own"),
+    )
 
 
 def speculators_keys(shape, algorithm: str, architecture: str) -> dict:
     """The config.json of a block drafter. sliding_window_non_causal says that full layers see the whole block, which vLLM takes from it too."""
     verifier = {"name_or_path": None, "architectures": []}
-    return {"architectures": [architecture], "speculators_model_type": algorithm, "speculators_version": "0.9.0", "transformer_layer_config": shared_keys(shape),
-            "draft_vocab_size": shape.draft_vocab_size, "block_size": shape.width, "target_hidden_size": shape.target_hidden_size,
-            "aux_hidden_state_layer_ids": [tap + 1 for tap in shape.taps], "mask_token_id": shape.mask_token_id,
-            "sample_from_anchor": shape.alignment == "shifted", "sliding_window_non_causal": not any(layer.causal for layer in shape.layers),
-            "speculators_config": {"algorithm": algorithm, "default_proposal_method": "greedy", "verifier": verifier,
-                                   "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": shape.k, "verifier_accept_k": 1, "accept_tolerance": 0.0}]}}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": shared_keys(shape),
+        "draft_vocab_size": shape.draft_vocab_size,
+        "block_size": shape.width,
+        "target_hidden_size": shape.target_hidden_size,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in shape.taps],
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": shape.alignment == "shifted",
+        "sliding_window_non_causal": not any(layer.causal for layer in shape.layers),
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": shape.k,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+        },
+    }
 
 
 def without_verifier(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -145,14 +198,25 @@ def without_verifier(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def checked_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without d2t and t2d where they keep the target's whole vocabulary; stops where they contradict each other."""
-    if "t2d" in tensors and bool(tensors["t2d"].all()) and not bool(tensors.get("d2t", tensors["t2d"].new_zeros(1)).any()):
+    if (
+        "t2d" in tensors
+        and bool(tensors["t2d"].all())
+        and not bool(tensors.get("d2t", tensors["t2d"].new_zeros(1)).any())
+    ):
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     if "t2d" in tensors and "d2t" in tensors:
         kept = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-        check(torch.equal(tensors["t2d"].nonzero()[:, 0], kept), "d2t and t2d keep different tokens of the target's; one of them is of another draft vocabulary")
+        check(
+            torch.equal(tensors["t2d"].nonzero()[:, 0], kept),
+            "d2t and t2d keep different tokens of the target's; one of them is of another draft vocabulary",
+        )
     return tensors
 
 
 def public_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A file of the whole vocabulary leaves the target's lm_head out: it is taken from the target there."""
-    return dict(tensors) if "d2t" in tensors else {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    return (
+        dict(tensors)
+        if "d2t" in tensors
+        else {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    )

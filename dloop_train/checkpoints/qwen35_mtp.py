@@ -34,22 +34,49 @@ def read_shape(config: dict) -> MTPShape:
     text = text_config(config)
     required(text, "num_hidden_layers", "vocab_size", "hidden_size")
     count = said((text, config), "mtp_num_hidden_layers")
-    check(count == 1, f"config.json says mtp_num_hidden_layers: {count}; one layer was expected. A target without the key has no MTP module: train one from scratch")
-    check(not said((text, config), "mtp_use_dedicated_embeddings"), "config.json says mtp_use_dedicated_embeddings: true, which is not supported")
-    return MTPShape(format="qwen35_mtp", layers=read_layers(text, "qwen3_5", [FULL]), taps=(), num_target_layers=text["num_hidden_layers"],
-                    vocab_size=text["vocab_size"], target_hidden_size=text["hidden_size"], draft_vocab_size=text["vocab_size"], state="post_norm")
+    check(
+        count == 1,
+        f"config.json says mtp_num_hidden_layers: {count}; one layer was expected. A target without the key has no MTP module: train one from scratch",
+    )
+    check(
+        not said((text, config), "mtp_use_dedicated_embeddings"),
+        "config.json says mtp_use_dedicated_embeddings: true, which is not supported",
+    )
+    return MTPShape(
+        format="qwen35_mtp",
+        layers=read_layers(text, "qwen3_5", [FULL]),
+        taps=(),
+        num_target_layers=text["num_hidden_layers"],
+        vocab_size=text["vocab_size"],
+        target_hidden_size=text["hidden_size"],
+        draft_vocab_size=text["vocab_size"],
+        state="post_norm",
+    )
 
 
 def write_config(shape: MTPShape) -> dict:
     """A side file's config.json: the sizes of the one layer, under the keys of the target's."""
-    sizes = {key: value for key, value in plain_sizes(shape.layers).items() if key not in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")}
-    return sizes | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
-                                        "mtp_use_dedicated_embeddings": False, "num_hidden_layers": shape.num_target_layers, "vocab_size": shape.vocab_size}
+    sizes = {
+        key: value
+        for key, value in plain_sizes(shape.layers).items()
+        if key not in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    }
+    return sizes | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_hidden_layers": shape.num_target_layers,
+        "vocab_size": shape.vocab_size,
+    }
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    check(bool(tensors), "config.json has mtp_num_hidden_layers, the safetensors hold no mtp.* tensor: transformers drops them when it saves a model again. "
-          "Use the original files, or train a module from scratch")
+    check(
+        bool(tensors),
+        "config.json has mtp_num_hidden_layers, the safetensors hold no mtp.* tensor: transformers drops them when it saves a model again. "
+        "Use the original files, or train a module from scratch",
+    )
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
@@ -60,7 +87,11 @@ def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def merge_into(drafter: Path, target: Path, out: Path) -> list[Path]:
     """Copies of the target's files that hold mtp.* tensors, with the drafter's in their place. None where the target has no module of its own."""
     index, single = target / "model.safetensors.index.json", target / "model.safetensors"
-    names = json.loads(index.read_text())["weight_map"] if index.is_file() else dict.fromkeys(tensor_names(single), single.name)
+    names = (
+        json.loads(index.read_text())["weight_map"]
+        if index.is_file()
+        else dict.fromkeys(tensor_names(single), single.name)
+    )
     files = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
     if not files:
         return []
@@ -83,6 +114,8 @@ def merge(shard: Path, ours: dict[str, Tensor], out: Path) -> Path:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
     unknown = [name for name in tensors if name.startswith(PREFIX) and name not in ours]
     check(not unknown, f"{shard} holds {unknown}, which the drafter has not")
-    merged = {name: ours[name].to(tensor.dtype).contiguous() if name in ours else tensor for name, tensor in tensors.items()}
+    merged = {
+        name: ours[name].to(tensor.dtype).contiguous() if name in ours else tensor for name, tensor in tensors.items()
+    }
     save_file(merged, out, metadata=metadata)
     return out

@@ -28,20 +28,42 @@ def matches(config: dict) -> bool:
 def read_shape(config: dict) -> DominoShape:
     places = sections(config)
     for key in ("use_bias_norm", "use_bias_gate"):
-        check(not any(place.get(key) for place in places), f"config.json says {key}: true, a switch of unreleased Domino files that is not supported")
+        check(
+            not any(place.get(key) for place in places),
+            f"config.json says {key}: true, a switch of unreleased Domino files that is not supported",
+        )
     alignment = "shifted" if one_of("shift_label", *places) else "fill_in"
-    return DominoShape(**block_fields("specforge_domino", places, architecture="qwen3", alignment=alignment), emb_dim=one_of("emb_dim", *places),
-                       gru_hidden_dim=one_of("gru_hidden_dim", *places), pure_draft_prefix_len=one_of("pure_draft_prefix_len", *places, default=1),
-                       num_draft_tokens=said(places, "num_draft_tokens"))
+    return DominoShape(
+        **block_fields("specforge_domino", places, architecture="qwen3", alignment=alignment),
+        emb_dim=one_of("emb_dim", *places),
+        gru_hidden_dim=one_of("gru_hidden_dim", *places),
+        pure_draft_prefix_len=one_of("pure_draft_prefix_len", *places, default=1),
+        num_draft_tokens=said(places, "num_draft_tokens"),
+    )
 
 
 def write_config(shape: DominoShape) -> dict:
     """The architecture is the one that SGLang registers; the head's keys are nested, where it looks for them."""
     drafted = {} if shape.num_draft_tokens is None else {"num_draft_tokens": shape.num_draft_tokens}
-    head = {"projector_type": "domino", "emb_dim": shape.emb_dim, "gru_hidden_dim": shape.gru_hidden_dim, "pure_draft_prefix_len": shape.pure_draft_prefix_len,
-            "shift_label": shape.alignment == "shifted", **drafted}
-    return {"architectures": ["DFlashDraftModel"], "block_size": shape.width,
-            "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps), **causal_key(shape), **head}, **shared_keys(shape)}
+    head = {
+        "projector_type": "domino",
+        "emb_dim": shape.emb_dim,
+        "gru_hidden_dim": shape.gru_hidden_dim,
+        "pure_draft_prefix_len": shape.pure_draft_prefix_len,
+        "shift_label": shape.alignment == "shifted",
+        **drafted,
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": shape.width,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.taps),
+            **causal_key(shape),
+            **head,
+        },
+        **shared_keys(shape),
+    }
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,15 +13,22 @@ def matches(config: dict) -> bool:
 
 
 def read_shape(config: dict) -> DSparkShape:
-    return DSparkShape(**speculators_fields("speculators_dspark", config, shifted=True), markov_rank=config.get("markov_rank", 256),
-                       markov_head_type=config.get("markov_head_type", "vanilla"), confidence=config.get("enable_confidence_head", True),
-                       confidence_with_markov=config.get("confidence_head_with_markov", True))
+    return DSparkShape(
+        **speculators_fields("speculators_dspark", config, shifted=True),
+        markov_rank=config.get("markov_rank", 256),
+        markov_head_type=config.get("markov_head_type", "vanilla"),
+        confidence=config.get("enable_confidence_head", True),
+        confidence_with_markov=config.get("confidence_head_with_markov", True),
+    )
 
 
 def write_config(shape: DSparkShape) -> dict:
     return speculators_keys(shape, "dspark", "DSparkSpeculator") | {
-        "markov_rank": shape.markov_rank, "markov_head_type": shape.markov_head_type, "enable_confidence_head": shape.confidence,
-        "confidence_head_with_markov": shape.confidence_with_markov}
+        "markov_rank": shape.markov_rank,
+        "markov_head_type": shape.markov_head_type,
+        "enable_confidence_head": shape.confidence,
+        "confidence_head_with_markov": shape.confidence_with_markov,
+    }
 
 
 from_public, to_public = without_verifier, public_maps

@@ -13,7 +13,9 @@ def sections(config: dict) -> tuple[dict, dict]:
 
 
 def matches(config: dict) -> bool:
-    return config.get("architectures") == ["DFlashDraftModel"] and not any(place.get("projector_type") for place in sections(config))
+    return config.get("architectures") == ["DFlashDraftModel"] and not any(
+        place.get("projector_type") for place in sections(config)
+    )
 
 
 def read_shape(config: dict) -> BlockShape:
@@ -21,8 +23,17 @@ def read_shape(config: dict) -> BlockShape:
 
 
 def write_config(shape: BlockShape) -> dict:
-    return {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": shape.width,
-            "dflash_config": {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.taps), **causal_key(shape)}, **shared_keys(shape)}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": shape.width,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(shape.taps),
+            **causal_key(shape),
+        },
+        **shared_keys(shape),
+    }
 
 
 from_public = to_public = same_names

@@ -26,8 +26,14 @@ class TextBatch:
     first: Tensor | None = None  # [B, T] of packed samples: where the sample of each token begins
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TextBatch":
-        return replace(self, tokens=self.tokens.to(device), loss_mask=self.loss_mask.to(device), features=self.features.to(device, dtype),
-                       last_hidden=self.last_hidden.to(device, dtype), first=None if self.first is None else self.first.to(device))
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            loss_mask=self.loss_mask.to(device),
+            features=self.features.to(device, dtype),
+            last_hidden=self.last_hidden.to(device, dtype),
+            first=None if self.first is None else self.first.to(device),
+        )
 
     def places(self) -> list[tuple[int, slice]]:
         """Where each sample lies: its row and its tokens there."""
@@ -56,18 +62,32 @@ class Source(Protocol):
 def collate(samples: Sequence[Sample]) -> TextBatch:
     def padded(name: str) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence([getattr(sample, name) for sample in samples], batch_first=True)
-    return TextBatch(tuple(sample.id for sample in samples), padded("tokens"), padded("loss_mask"), padded("features"), padded("last_hidden"),
-                     tuple(len(sample.tokens) for sample in samples))
+
+    return TextBatch(
+        tuple(sample.id for sample in samples),
+        padded("tokens"),
+        padded("loss_mask"),
+        padded("features"),
+        padded("last_hidden"),
+        tuple(len(sample.tokens) for sample in samples),
+    )
 
 
 def packed(batch: TextBatch) -> TextBatch:
     """The samples of a padded batch in one row, without the padding; each remains a text of its own."""
+
     def joined(rows: Tensor) -> Tensor:
         return torch.cat([rows[row, tokens] for row, tokens in batch.places()])[None]
+
     lengths = tuple(tokens.stop for _, tokens in batch.places())
     starts = torch.tensor([0, *accumulate(lengths)][:-1])
     first = starts.repeat_interleave(torch.tensor(lengths))[None].to(batch.tokens.device)
-    return TextBatch(batch.ids, *(joined(rows) for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)), lengths, first)
+    return TextBatch(
+        batch.ids,
+        *(joined(rows) for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)),
+        lengths,
+        first,
+    )
 
 
 WINDOW = 32
@@ -80,15 +100,15 @@ def plan_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -
     order = generator.permutation(len(lengths))
     steps = []
     for start in range(0, len(order), WINDOW * batch_size):
-        window = sorted(order[start:start + WINDOW * batch_size].tolist(), key=lambda index: (lengths[index], index))
-        grouped = [window[at:at + batch_size] for at in range(0, len(window), batch_size)]
+        window = sorted(order[start : start + WINDOW * batch_size].tolist(), key=lambda index: (lengths[index], index))
+        grouped = [window[at : at + batch_size] for at in range(0, len(window), batch_size)]
         steps += [grouped[number] for number in generator.permutation(len(grouped))]
     return steps
 
 
 def micro_batches(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
     """The micro-batches of a step, whichever ranks run them."""
-    return [list(step[start:start + micro_batch_size]) for start in range(0, len(step), micro_batch_size)]
+    return [list(step[start : start + micro_batch_size]) for start in range(0, len(step), micro_batch_size)]
 
 
 def share_out(micros: Sequence[list[int]], lengths: Sequence[int], ranks: int, count: int) -> list[list[list[int]]]:
@@ -97,8 +117,10 @@ def share_out(micros: Sequence[list[int]], lengths: Sequence[int], ranks: int, c
     Ranks wait for each other in every micro-batch, and at the end of the step. So those of one turn have about as many
     tokens, and in each turn the largest goes to the rank that has had the fewest tokens so far.
     """
+
     def tokens(micro: list[int]) -> int:
         return sum(lengths[index] for index in micro)
+
     waiting = sorted(micros, key=lambda micro: (-tokens(micro), micro))
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     had = [0] * ranks

@@ -22,5 +22,5 @@ def pieces(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
         if text.endswith("\ufffd"):
             yield ""
         else:
-            yield text[len(shown):]
+            yield text[len(shown) :]
             shown = text

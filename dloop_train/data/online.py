@@ -19,7 +19,9 @@ def text_of(response: Response, max_length: int) -> Sample:
     return Sample(response.id, tokens, loss_mask, torch.empty(len(tokens), 0), torch.empty(len(tokens), 0))
 
 
-def read_samples(target: Target, texts: Sequence[Sample], reads: Reads, *, dtype: torch.dtype, batch_tokens: int) -> Iterator[Sample]:
+def read_samples(
+    target: Target, texts: Sequence[Sample], reads: Reads, *, dtype: torch.dtype, batch_tokens: int
+) -> Iterator[Sample]:
     """Texts with their features as the store keeps them, on the target's device; shorter ones first."""
     for batch in batches(texts, batch_tokens):
         yield from read_batch(target, batch, reads, dtype)
@@ -38,13 +40,21 @@ def batches(texts: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
 def read_batch(target: Target, texts: Sequence[Sample], reads: Reads, dtype: torch.dtype) -> list[Sample]:
     """One pass of the target. Padding on the right is behind every token that is looked at, and needs no positions."""
     tokens = torch.nn.utils.rnn.pad_sequence([text.tokens for text in texts], batch_first=True).to(target.device)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text.tokens) for text in texts], batch_first=True).to(target.device)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text.tokens) for text in texts], batch_first=True).to(
+        target.device
+    )
     output = target.read(tokens, mask=mask, reads=stored(reads))
     samples = []
     for number, text in enumerate(texts):
         rows = slice(0, len(text.tokens))
-        features = output.last_hidden.new_empty(len(text.tokens), 0) if output.features is None else output.features[number, rows]
-        samples.append(replace(text, features=features.to(dtype), last_hidden=output.last_hidden[number, rows].to(dtype)))
+        features = (
+            output.last_hidden.new_empty(len(text.tokens), 0)
+            if output.features is None
+            else output.features[number, rows]
+        )
+        samples.append(
+            replace(text, features=features.to(dtype), last_hidden=output.last_hidden[number, rows].to(dtype))
+        )
     return samples
 
 
@@ -58,7 +68,16 @@ class Unread(TextBatch):
 class OnlineSource:
     """A training's source that keeps responses alone, and has the target read each batch in its step. Rounds features as the store does."""
 
-    def __init__(self, responses: Rows[Response], target: Target, reads: Reads, *, dtype: torch.dtype, max_length: int, batch_tokens: int):
+    def __init__(
+        self,
+        responses: Rows[Response],
+        target: Target,
+        reads: Reads,
+        *,
+        dtype: torch.dtype,
+        max_length: int,
+        batch_tokens: int,
+    ):
         self.responses, self.target, self.reads = responses, target, reads
         self.dtype, self.max_length, self.batch_tokens = dtype, max_length, batch_tokens
         self.lengths = tuple(responses.lengths.clip(max=max_length).tolist())
@@ -72,6 +91,11 @@ class OnlineSource:
         return Unread(**{field.name: getattr(batch, field.name) for field in fields(TextBatch)}, texts=texts)
 
     def ready(self, batch: Unread, device: torch.device, dtype: torch.dtype) -> TextBatch:
-        found = {sample.id: sample for sample in read_samples(self.target, batch.texts, self.reads, dtype=self.dtype, batch_tokens=self.batch_tokens)}
+        found = {
+            sample.id: sample
+            for sample in read_samples(
+                self.target, batch.texts, self.reads, dtype=self.dtype, batch_tokens=self.batch_tokens
+            )
+        }
         samples = [replace(found[text.id], features=drafters_row(found[text.id], self.reads)) for text in batch.texts]
         return collate(samples).to(device, dtype)

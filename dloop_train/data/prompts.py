@@ -36,7 +36,10 @@ def content_id(messages: list[dict]) -> str:
 def up_to_last_user_turn(messages: list[dict], where: str) -> tuple[dict, ...]:
     """The conversation without the assistant's final answer: the target gives its own."""
     for message in messages:
-        check(isinstance(message, dict) and message.keys() >= {"role", "content"}, f"{where}: a message needs role and content, got {message!r}")
+        check(
+            isinstance(message, dict) and message.keys() >= {"role", "content"},
+            f"{where}: a message needs role and content, got {message!r}",
+        )
         check(message["role"] in ("system", "user", "assistant", "tool"), f"{where}: unknown role {message['role']!r}")
     while messages and messages[-1]["role"] != "user":
         messages = messages[:-1]
@@ -99,7 +102,13 @@ class JsonLines(Prompts):
 
     def settings(self) -> dict:
         digest = hashlib.sha256(self.file().read_bytes()).hexdigest()[:16]
-        return {"name": self.name, "sha256": digest, "limit": self.limit, "validation": self.validation, "test": self.test}
+        return {
+            "name": self.name,
+            "sha256": digest,
+            "limit": self.limit,
+            "validation": self.validation,
+            "test": self.test,
+        }
 
     def rows(self) -> Iterator[Prompt]:
         path = self.file()
@@ -107,7 +116,10 @@ class JsonLines(Prompts):
             where = f"{path}:{number}"
             messages = messages_of(row)
             check(bool(messages), f'{where}: expected "messages", "prompt" or "turns", got {sorted(row)}')
-            check(not row.get("tools"), f"{where}: a row with tools cannot be rendered, since only messages reach the chat template; write them into the system message")
+            check(
+                not row.get("tools"),
+                f"{where}: a row with tools cannot be rendered, since only messages reach the chat template; write them into the system message",
+            )
             messages = up_to_last_user_turn(messages, where)
             identity = str(row.get("id") or content_id(list(messages)))
             split = row.get("split") or split_of(identity, self.validation, self.test)
@@ -126,38 +138,63 @@ class PerfectBlend(Prompts):
     ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
     def settings(self) -> dict:
-        return {"name": self.name, "path": self.path, "revision": self.revision, "limit": self.limit,
-                "validation": self.validation, "test": self.test}
+        return {
+            "name": self.name,
+            "path": self.path,
+            "revision": self.revision,
+            "limit": self.limit,
+            "validation": self.validation,
+            "test": self.test,
+        }
 
     def load(self):
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
         from huggingface_hub.errors import HTTPError
+
         path = Path(self.path).expanduser()
         if path.exists():
-            files = sorted(str(file) for file in (path.rglob("*") if path.is_dir() else [path]) if file.suffix in (".parquet", ".jsonl", ".json"))
+            files = sorted(
+                str(file)
+                for file in (path.rglob("*") if path.is_dir() else [path])
+                if file.suffix in (".parquet", ".jsonl", ".json")
+            )
             check(bool(files), f"{path} holds no parquet or jsonl file")
             kind = "parquet" if files[0].endswith(".parquet") else "json"
             return load_dataset(kind, data_files=files, split="train")
         try:
             return load_dataset(self.path, revision=self.revision, split="train")
-        except (OSError, HTTPError, DatasetsError) as error:  # no such set, no way to the hub, a connection that broke, files that cannot be read
+        except (
+            OSError,
+            HTTPError,
+            DatasetsError,
+        ) as error:  # no such set, no way to the hub, a connection that broke, files that cannot be read
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConnectionError(
                 f"prompts {self.path} could not be had from the hub ({cause}). Download its parquet files and pass "
-                f"prompts.path=<folder>, use prompts=jsonl prompts.path=<file>, or prompts=builtin") from error
+                f"prompts.path=<folder>, use prompts=jsonl prompts.path=<file>, or prompts=builtin"
+            ) from error
 
     def rows(self) -> Iterator[Prompt]:
         seen = set()
         for number, row in enumerate(self.load()):
             turns = row.get("conversations") or row.get("messages")
             check(bool(turns), f"row {number} of {self.path} has neither conversations nor messages: {sorted(row)}")
-            messages = [{"role": self.ROLES.get(turn.get("from") or turn.get("role"), "?"), "content": turn.get("value") or turn.get("content")}
-                        for turn in turns]
-            if messages[0]["role"] not in ("system", "user") or any(m["role"] == "?" or not m["content"] for m in messages):
+            messages = [
+                {
+                    "role": self.ROLES.get(turn.get("from") or turn.get("role"), "?"),
+                    "content": turn.get("value") or turn.get("content"),
+                }
+                for turn in turns
+            ]
+            if messages[0]["role"] not in ("system", "user") or any(
+                m["role"] == "?" or not m["content"] for m in messages
+            ):
                 continue  # a few rows of the set start with an answer or hold empty turns
             messages = up_to_last_user_turn(messages, f"row {number} of {self.path}")
             identity = content_id(list(messages))
             if identity not in seen:  # the set holds some conversations twice
                 seen.add(identity)
-                yield Prompt(identity, messages, row.get("source") or "all", split_of(identity, self.validation, self.test))
+                yield Prompt(
+                    identity, messages, row.get("source") or "all", split_of(identity, self.validation, self.test)
+                )

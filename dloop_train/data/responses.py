@@ -27,7 +27,9 @@ class Question:
 
     def answered(self, ids: list[int], stop_ids: Sequence[int], tokenizer) -> "Response":
         finished = bool(ids) and ids[-1] in stop_ids
-        return Response(self.id, self.category, self.prompt_ids, ids, finished, tokenizer.decode(ids, skip_special_tokens=True))
+        return Response(
+            self.id, self.category, self.prompt_ids, ids, finished, tokenizer.decode(ids, skip_special_tokens=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Rows(Sequence[T]):
     def __init__(self, path: Path, kind: type[T]):
         self.path, self.kind = path, kind
         beside = index_file(path)
-        self.index = np.load(beside) if beside.is_file() else scan(path, kind)  # [n, 2 or 3] int64: first byte, and how many ids each list has
+        self.index = (
+            np.load(beside) if beside.is_file() else scan(path, kind)
+        )  # [n, 2 or 3] int64: first byte, and how many ids each list has
         assert self.index.shape[1] == 1 + len(id_lists(kind))
 
     @property
@@ -111,7 +115,9 @@ def parse(line: bytes, kind: type, where: str) -> dict:
         raise ValueError(f"{where} is not a JSON object: {error.msg}") from None
     wanted = {field.name for field in fields(kind)}
     if not isinstance(row, dict) or row.keys() != wanted:
-        raise ValueError(f"{where} is no {kind.__name__.lower()}: it should have {sorted(wanted)}, it has {sorted(row)}")
+        raise ValueError(
+            f"{where} is no {kind.__name__.lower()}: it should have {sorted(wanted)}, it has {sorted(row)}"
+        )
     return row
 
 

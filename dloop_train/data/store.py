@@ -74,7 +74,9 @@ def write_shard(folder: Path, number: int, samples: Sequence[Sample]) -> None:
     """One shard, written beside and renamed. NaN or infinity names its sample."""
     for sample in samples:
         if not (sample.features.isfinite().all() and sample.last_hidden.isfinite().all()):
-            raise ValueError(f"sample {sample.id}: the target's hidden states have NaN or infinite values; check the target's dtype and weights")
+            raise ValueError(
+                f"sample {sample.id}: the target's hidden states have NaN or infinite values; check the target's dtype and weights"
+            )
     samples = [replace(sample, tokens=sample.tokens.to(torch.int32)) for sample in samples]
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]).contiguous() for name in ROWS}
     beside = folder / f".{shard_file(folder, number).name}.{os.getpid()}"
@@ -96,13 +98,18 @@ def write_index(folder: Path, index: Index) -> dict:
     beside = folder / f".{os.getpid()}.{INDEX}"
     np.savez(beside, **vars(index))
     os.replace(beside, folder / INDEX)
-    return {"shard_sizes": [shard_file(folder, number).stat().st_size for number in range(index.num_shards)], "samples": len(index)}
+    return {
+        "shard_sizes": [shard_file(folder, number).stat().st_size for number in range(index.num_shards)],
+        "samples": len(index),
+    }
 
 
 def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.is_file():
-        raise ValueError(f"{path} is missing: the store was made by an older version, or is damaged; delete {folder} and rerun phases=[cache]")
+        raise ValueError(
+            f"{path} is missing: the store was made by an older version, or is damaged; delete {folder} and rerun phases=[cache]"
+        )
     with np.load(path) as arrays:
         return Index(**arrays)
 
@@ -119,7 +126,9 @@ class FeatureStore:
             path = shard_file(folder, number)
             found = path.stat().st_size if path.is_file() else None
             if found != size:
-                raise ValueError(f"{path} has {found} bytes, its manifest says {size}: truncated or missing; delete {folder} and rerun phases=[cache]")
+                raise ValueError(
+                    f"{path} has {found} bytes, its manifest says {size}: truncated or missing; delete {folder} and rerun phases=[cache]"
+                )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -139,13 +148,15 @@ class FeatureStore:
         start, length = int(self.index.start[index]), int(self.index.length[index])
         file, samples = self.open(number)
         identity, expected = samples[index - self.index.of_shard(number)[0]]
-        lying = Sample(identity, **{name: file.get_slice(name)[start:start + length] for name in ROWS})
+        lying = Sample(identity, **{name: file.get_slice(name)[start : start + length] for name in ROWS})
         if not self.checked[index]:
             if checksum(lying) != expected:
-                raise ValueError(f"sample {lying.id} in {shard_file(self.folder, number)} is not what was written: the file is damaged; "
-                                 f"delete {self.folder} and rerun phases=[cache]")
+                raise ValueError(
+                    f"sample {lying.id} in {shard_file(self.folder, number)} is not what was written: the file is damaged; "
+                    f"delete {self.folder} and rerun phases=[cache]"
+                )
             self.checked[index] = True
-        cut = {name: getattr(lying, name)[:self.max_length] for name in ROWS}
+        cut = {name: getattr(lying, name)[: self.max_length] for name in ROWS}
         sample = replace(lying, **cut | {"tokens": cut["tokens"].long()})
         return replace(sample, features=drafters_row(sample, self.reads))
 
@@ -156,4 +167,6 @@ class FeatureStore:
             file = safe_open(path, "pt")
             return file, json.loads(file.metadata()["samples"])
         except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({error}): the file is damaged; delete {self.folder} and rerun phases=[cache]") from error
+            raise ValueError(
+                f"{path} cannot be read ({error}): the file is damaged; delete {self.folder} and rerun phases=[cache]"
+            ) from error

@@ -57,10 +57,19 @@ class DLoop(Gate):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.by_replay or not isinstance(self.threshold, str), f"gate.threshold must be a number or replay, got {self.threshold!r}")
-        check(not self.by_replay or self.paper_threshold is not None, "gate.threshold=replay falls back on gate.paper_threshold, which is not given; set it to a number")
+        check(
+            self.by_replay or not isinstance(self.threshold, str),
+            f"gate.threshold must be a number or replay, got {self.threshold!r}",
+        )
+        check(
+            not self.by_replay or self.paper_threshold is not None,
+            "gate.threshold=replay falls back on gate.paper_threshold, which is not given; set it to a number",
+        )
         for name in ("paper_threshold",) if self.by_replay else ("threshold", "paper_threshold"):
-            check((getattr(self, name) or 0) <= 0, f"gate.{name} is a log-probability and cannot be positive, got {getattr(self, name)}")
+            check(
+                (getattr(self, name) or 0) <= 0,
+                f"gate.{name} is a log-probability and cannot be positive, got {getattr(self, name)}",
+            )
 
     @property
     def by_replay(self) -> bool:

@@ -35,7 +35,9 @@ class Drafted:
     tokens: list[int]
     ids: Tensor  # [k] the same tokens in the draft vocabulary
     logits: Tensor  # [k, V] over the draft vocabulary
-    proposed: list[Tensor]  # the distributions that the ids were drawn from, [rows, V] each; empty where nothing was drawn
+    proposed: list[
+        Tensor
+    ]  # the distributions that the ids were drawn from, [rows, V] each; empty where nothing was drawn
     state: DraftState
 
 
@@ -68,8 +70,16 @@ class Clock:
 
 
 @torch.inference_mode()
-def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence[int], *, max_new_tokens: int,
-           rule: Rule = GREEDY, chance: Chance | None = None) -> Iterator[Emission]:
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    gate: Gate,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    rule: Rule = GREEDY,
+    chance: Chance | None = None,
+) -> Iterator[Emission]:
     """Emit the target's own continuation of `prompt`, round by round, until a stop token or the length limit.
 
     Greedy, or drawn from the target's distribution at the rule's temperature. Without a drafter each round is one plain step of the
@@ -95,7 +105,9 @@ def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence
         clock = Clock(device)
         draft = draft_round(drafter, gate, rule, chance, state, anchor, left, stops, clock)
         state = draft.state
-        output = target.read(torch.tensor([[anchor, *draft.tokens]], device=device), cache=cache, reads=reads, logits=slice(None))
+        output = target.read(
+            torch.tensor([[anchor, *draft.tokens]], device=device), cache=cache, reads=reads, logits=slice(None)
+        )
         proposed = None if draft.proposed is None else over_target(draft.proposed, drafter, output.logits.shape[-1])
         said = rule.judge(draft.tokens, proposed, output.logits[0], chance)
         accepted = len(said) - 1
@@ -107,16 +119,28 @@ def decode(target: Target, drafter: Drafter | None, gate: Gate, prompt: Sequence
             target.commit(cache, origin, range(accepted + 1))
             if drafter is not None:
                 known = torch.tensor([[anchor, *emitted]], device=device)
-                state = drafter.commit(state, Context(known, output.features[:, :accepted + 1], start=origin))
+                state = drafter.commit(state, Context(known, output.features[:, : accepted + 1], start=origin))
             origin, anchor = origin + accepted + 1, emitted[-1]
         clock.charge("commit")
-        yield Emission(emitted, Round(len(draft.scores), len(draft.tokens), accepted, len(emitted), tuple(draft.scores), clock.seconds))
+        yield Emission(
+            emitted,
+            Round(len(draft.scores), len(draft.tokens), accepted, len(emitted), tuple(draft.scores), clock.seconds),
+        )
         if over:
             return
 
 
-def draft_round(drafter: Drafter | None, gate: Gate, rule: Rule, chance: Chance, state: DraftState | None, anchor: int, left: int,
-                stops: set[int], clock: Clock) -> Draft:
+def draft_round(
+    drafter: Drafter | None,
+    gate: Gate,
+    rule: Rule,
+    chance: Chance,
+    state: DraftState | None,
+    anchor: int,
+    left: int,
+    stops: set[int],
+    clock: Clock,
+) -> Draft:
     """Stages until the gate, a drafted stop token or the length limit ends the round."""
     drafted: list[int] = []
     proposed: list[Tensor] = []
@@ -127,7 +151,9 @@ def draft_round(drafter: Drafter | None, gate: Gate, rule: Rule, chance: Chance,
         proposed += stage.proposed
         state, anchor = stage.state, stage.tokens[-1]
         clock.charge("draft_more" if scores else "draft_first")
-        scores.append(float(log_probability(stage.logits, stage.ids, gate.temperature).sum()) if gate.needs_scores else 0.0)
+        scores.append(
+            float(log_probability(stage.logits, stage.ids, gate.temperature).sum()) if gate.needs_scores else 0.0
+        )
         more = gate.more(scores)
         clock.charge("gate")
         if not more or stops.intersection(stage.tokens) or len(drafted) + drafter.k > left:
@@ -165,5 +191,5 @@ def clip(tokens: list[int], stops: set[int], left: int) -> list[int]:
     """Tokens up to the first stop token and the length limit."""
     for number, token in enumerate(tokens[:left]):
         if token in stops:
-            return tokens[:number + 1]
+            return tokens[: number + 1]
     return tokens[:left]

@@ -14,6 +14,8 @@ def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[
     if where is None:
         assert len(plain) == len(text), "one text ends within the other: decoding lost something"
         return None
-    logits = target.read(torch.tensor([[*prompt, *plain[:where]]], device=target.device), logits=slice(-1, None)).logits[0, -1]
+    logits = target.read(
+        torch.tensor([[*prompt, *plain[:where]]], device=target.device), logits=slice(-1, None)
+    ).logits[0, -1]
     two = logits[[plain[where], text[where]]].double()
     return float((two[0] - two[1]).abs() / (torch.finfo(logits.dtype).eps * two.abs().max()))

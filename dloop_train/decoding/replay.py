@@ -35,8 +35,21 @@ class Replay:
 
 
 @torch.inference_mode()
-def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Sequence[int], *, stages: int, deepest: int | None = None, floor: float = float("-inf"),
-           max_new_tokens: int, temperature: float = 1.0, branches: int = 64, beyond: Sequence[int] | None = None, ahead: int = 0) -> Replay:
+def replay(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    *,
+    stages: int,
+    deepest: int | None = None,
+    floor: float = float("-inf"),
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    branches: int = 64,
+    beyond: Sequence[int] | None = None,
+    ahead: int = 0,
+) -> Replay:
     """Draft so many stages from every position of a greedy response, and up to the deepest where every stage has scored the floor
     or everything so far is accepted: gates of a threshold at or above the floor, and oracles, stop elsewhere.
 
@@ -57,11 +70,27 @@ def replay(target: Target, drafter: Drafter, prompt: Sequence[int], response: Se
     for start in range(0, len(response), branches):
         rows = slice(start, min(start + branches, len(response)))
         origins = torch.arange(len(prompt) + rows.start, len(prompt) + rows.stop, device=device)[None]
-        drafted, scored = draft_all(drafter, drafter.open(kv, projected, context, origins), text.gather(1, origins), truth[rows], stages, floor, temperature)
+        drafted, scored = draft_all(
+            drafter,
+            drafter.open(kv, projected, context, origins),
+            text.gather(1, origins),
+            truth[rows],
+            stages,
+            floor,
+            temperature,
+        )
         tokens.append(drafted)
         scores.append(scored)
-    return compare(torch.cat(tokens).cpu(), torch.cat(scores).cpu(), known, len(response), k=drafter.k, stages=stages, max_new_tokens=max_new_tokens,
-                   stops=target.spec.stop_ids)
+    return compare(
+        torch.cat(tokens).cpu(),
+        torch.cat(scores).cpu(),
+        known,
+        len(response),
+        k=drafter.k,
+        stages=stages,
+        max_new_tokens=max_new_tokens,
+        stops=target.spec.stop_ids,
+    )
 
 
 @torch.inference_mode()
@@ -69,26 +98,39 @@ def continuation(target: Target, prompt: Sequence[int], response: Sequence[int],
     """So many tokens of the target's own greedy text behind a response, stop tokens or not."""
     tokens, cache, fed = [], target.new_cache(), [*prompt, *response]
     for _ in range(count):
-        tokens.append(int(most_likely(target.read(torch.tensor([fed], device=target.device), cache=cache, logits=slice(-1, None)).logits[0, -1])))
+        tokens.append(
+            int(
+                most_likely(
+                    target.read(torch.tensor([fed], device=target.device), cache=cache, logits=slice(-1, None)).logits[
+                        0, -1
+                    ]
+                )
+            )
+        )
         fed = tokens[-1:]
     return tokens
 
 
 def following(known: Sequence[int], positions: int, width: int) -> Tensor:
     """The known tokens after each of so many positions, padded with -1. [M, width]"""
-    return torch.tensor([*known, *[-1] * width]).unfold(0, width, 1)[1:positions + 1]
+    return torch.tensor([*known, *[-1] * width]).unfold(0, width, 1)[1 : positions + 1]
 
 
-def draft_all(drafter: Drafter, state: DraftState, anchors: Tensor, truth: Tensor, stages: int, floor: float, temperature: float) -> tuple[Tensor, Tensor]:
+def draft_all(
+    drafter: Drafter, state: DraftState, anchors: Tensor, truth: Tensor, stages: int, floor: float, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Tokens [M, S k] and stage scores [M, S] of all branches, each following its own drafts; truth [M, S k] is the text behind them."""
     k, count, device = drafter.k, anchors.shape[1], anchors.device
     deepest = truth.shape[1] // k
-    tokens, scores = torch.full((count, deepest * k), UNDRAFTED, device=device), torch.full((count, deepest), float("-inf"), device=device)
+    tokens, scores = (
+        torch.full((count, deepest * k), UNDRAFTED, device=device),
+        torch.full((count, deepest), float("-inf"), device=device),
+    )
     going = torch.arange(count, device=device)
     for number in range(deepest):
         if number >= stages:
             sure = (scores[going, :number] >= floor).all(-1)
-            right = (tokens[going, :number * k] == truth[going, :number * k]).all(-1)
+            right = (tokens[going, : number * k] == truth[going, : number * k]).all(-1)
             on = (sure | right).nonzero()[:, 0]
             if len(on) == 0:
                 break
@@ -103,12 +145,22 @@ def draft_all(drafter: Drafter, state: DraftState, anchors: Tensor, truth: Tenso
         stage = drafter.stage(state, anchors, lambda step, hidden, pick=likeliest: pick(drafter.logits(hidden)))
         chosen = drafter.speak(stage, anchors, likeliest)
         scores[going, number] = sum(logprob.reshape(*anchors.shape, -1).sum(-1) for logprob in logprobs)[0]
-        tokens[going, number * k:(number + 1) * k] = chosen[0]
+        tokens[going, number * k : (number + 1) * k] = chosen[0]
         state, anchors = stage.state, chosen[..., -1]
     return tokens, scores
 
 
-def compare(tokens: Tensor, scores: Tensor, known: list[int], length: int, *, k: int, stages: int, max_new_tokens: int, stops: Sequence[int]) -> Replay:
+def compare(
+    tokens: Tensor,
+    scores: Tensor,
+    known: list[int],
+    length: int,
+    *,
+    k: int,
+    stages: int,
+    max_new_tokens: int,
+    stops: Sequence[int],
+) -> Replay:
     """Compare drafts [M, S k] with the known text that follows each position of a response of this length."""
     positions, width = tokens.shape
     accepted = (tokens == following(known, positions, width)).long().cumprod(-1).sum(-1)
@@ -124,13 +176,27 @@ def regroup(record: Replay, k: int) -> Replay:
     k tokens behind the response (replay's `ahead`), and every stage of it must be drafted from every position.
     """
     check(record.k == 1, f"only replays of one token a stage can be regrouped, this one has {record.k}")
-    check(record.stages == record.scores.shape[1], f"the replay has {record.stages} stages from every position, and {record.scores.shape[1]} from some: replay with as many as deepest")
-    check(record.known >= record.length + k, f"the replay knows {record.known - record.length} tokens behind the response, stages of {k} need as many: replay with ahead={k}")
+    check(
+        record.stages == record.scores.shape[1],
+        f"the replay has {record.stages} stages from every position, and {record.scores.shape[1]} from some: replay with as many as deepest",
+    )
+    check(
+        record.known >= record.length + k,
+        f"the replay knows {record.known - record.length} tokens behind the response, stages of {k} need as many: replay with ahead={k}",
+    )
     known, positions = record.length + k, torch.arange(record.length)
     stages = record.scores.shape[1] // k
-    scores = record.scores[:, :stages * k].unflatten(1, (stages, k)).sum(-1)
+    scores = record.scores[:, : stages * k].unflatten(1, (stages, k)).sum(-1)
     accepted = torch.minimum(record.accepted, known - 1 - positions)
-    return replace(record, k=k, stages=record.stages // k, known=known, scores=scores, accepted=accepted, stopped=(record.stopped + k - 1) // k)
+    return replace(
+        record,
+        k=k,
+        stages=record.stages // k,
+        known=known,
+        scores=scores,
+        accepted=accepted,
+        stopped=(record.stopped + k - 1) // k,
+    )
 
 
 # Rounds that decoding would run
@@ -185,7 +251,10 @@ def walk_oracle(record: Replay, seconds: Callable[[Round], float], max_stages: i
     best, choice = [0.0] * (end + 1), [1] * (end + 1)
     for t in range(end - 1, -1, -1):
         useful = -(-(int(record.accepted[t]) + 1) // record.k)  # a deeper stage adds time alone
-        rounds = [round_at(record, t, stages) for stages in range(1, min(most_stages(record, t, max_stages), drafted[t], useful) + 1)]
+        rounds = [
+            round_at(record, t, stages)
+            for stages in range(1, min(most_stages(record, t, max_stages), drafted[t], useful) + 1)
+        ]
         totals = [seconds(one) + best[t + one.emitted] for one in rounds]
         best[t] = min(totals)
         choice[t] = rounds[totals.index(best[t])].stages

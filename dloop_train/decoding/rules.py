@@ -22,7 +22,9 @@ class Chance:
     def draw(self, probabilities: Tensor) -> Tensor:
         """An index from each row, by inverse transform. [..., V] -> [...]"""
         cumulative = probabilities.double().cumsum(-1)
-        uniform = torch.rand(probabilities.shape[:-1], generator=self.generator, dtype=torch.float64).to(cumulative.device)
+        uniform = torch.rand(probabilities.shape[:-1], generator=self.generator, dtype=torch.float64).to(
+            cumulative.device
+        )
         drawn = torch.searchsorted(cumulative, uniform[..., None] * cumulative[..., -1:], right=True)[..., 0]
         return drawn.clamp(max=probabilities.shape[-1] - 1)
 
@@ -44,9 +46,14 @@ class Rule:
 
     def __post_init__(self):
         check(self.temperature >= 0, f"rule.temperature must not be negative, got {self.temperature}")
-        check(self.draft_temperature is None or self.draft_temperature >= 0, f"rule.draft_temperature must not be negative, got {self.draft_temperature}")
-        check(self.temperature > 0 or not self.draft_temperature,
-              f"rule.draft_temperature is {self.draft_temperature} where rule.temperature is 0: decoding is greedy then; raise rule.temperature or leave the other null")
+        check(
+            self.draft_temperature is None or self.draft_temperature >= 0,
+            f"rule.draft_temperature must not be negative, got {self.draft_temperature}",
+        )
+        check(
+            self.temperature > 0 or not self.draft_temperature,
+            f"rule.draft_temperature is {self.draft_temperature} where rule.temperature is 0: decoding is greedy then; raise rule.temperature or leave the other null",
+        )
 
     @property
     def drafts_at(self) -> float:
@@ -55,7 +62,11 @@ class Rule:
 
     def row(self) -> dict:
         """As evaluations and reports name it."""
-        return {"rule": type(self).__name__.lower(), "temperature": self.temperature, "draft_temperature": self.drafts_at}
+        return {
+            "rule": type(self).__name__.lower(),
+            "temperature": self.temperature,
+            "draft_temperature": self.drafts_at,
+        }
 
     def propose(self, logits: Tensor, chance: Chance) -> tuple[Tensor, Tensor | None]:
         """Drafted ids of the draft vocabulary [...] and the distributions that they were drawn from [..., V]; None where nothing was drawn."""
@@ -74,7 +85,9 @@ class Rule:
             return confirmed(drafted, most_likely(logits).tolist())
         return self.judge_sampled(drafted, proposed, distribution(logits, self.temperature), chance)
 
-    def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:
+    def judge_sampled(
+        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance
+    ) -> list[int]:
         """`judge` above temperature 0; target [n + 1, V] are the target's distributions."""
         raise NotImplementedError
 
@@ -83,9 +96,13 @@ class Rule:
 class Rejection(Rule):
     """Accept a drafted token x with probability min(1, p(x) / q(x)); instead of the first rejected one, draw from what p has over q."""
 
-    def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:
+    def judge_sampled(
+        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance
+    ) -> list[int]:
         if proposed is None:
-            proposed = F.one_hot(torch.tensor(drafted, dtype=torch.int64, device=target.device), target.shape[-1]).to(target.dtype)
+            proposed = F.one_hot(torch.tensor(drafted, dtype=torch.int64, device=target.device), target.shape[-1]).to(
+                target.dtype
+            )
         accepted = 0
         for ratio in acceptance(target[:-1], proposed, drafted):
             if not chance.flip(ratio):
@@ -98,11 +115,13 @@ class Rejection(Rule):
 class Match(Rule):
     """Draw the target's own token at every position, and accept the drafted one while the two are equal."""
 
-    def judge_sampled(self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance) -> list[int]:
+    def judge_sampled(
+        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance
+    ) -> list[int]:
         said: list[int] = []
         for row in target:
             said.append(int(chance.draw(row)))
-            if said != drafted[:len(said)]:
+            if said != drafted[: len(said)]:
                 break
         return said
 

@@ -83,13 +83,21 @@ def usual_speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int
     require_same_prompts(rows, baseline)
     fast, slow = Timing.of(rows), Timing.of(baseline)
     value = float((slow.seconds() / slow.tokens).mean() / (fast.seconds() / fast.tokens).mean())
-    return Estimate(value, *interval(slow.resampled_seconds_per_token(drawn_rows(baseline, draws, seed)) / fast.resampled_seconds_per_token(drawn_rows(rows, draws, seed))))
+    return Estimate(
+        value,
+        *interval(
+            slow.resampled_seconds_per_token(drawn_rows(baseline, draws, seed))
+            / fast.resampled_seconds_per_token(drawn_rows(rows, draws, seed))
+        ),
+    )
 
 
 def drawn_rows(rows: list[dict], draws: int, seed: int) -> NDArray[np.int64]:
     """How often each row is in each draw of prompts; one seed gives the same prompts to every setting. -> [draws, R]"""
     prompts, owner = np.unique([row["id"] for row in rows], return_inverse=True)
-    return np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), size=draws)[:, owner]
+    return np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), size=draws)[
+        :, owner
+    ]
 
 
 def resampled_means(rows: list[dict], values: Floats, draws: int, seed: int) -> Floats:
@@ -106,8 +114,10 @@ def interval(values: Floats) -> tuple[float, float]:
 def require_same_prompts(rows: list[dict], others: list[dict]) -> None:
     differ = {row["id"] for row in rows} ^ {row["id"] for row in others}
     if differ:
-        raise ValueError(f"settings were run on different prompts: {len(differ)} are in one only, such as {min(differ)}; "
-                         "rerun phases=[evaluate]")
+        raise ValueError(
+            f"settings were run on different prompts: {len(differ)} are in one only, such as {min(differ)}; "
+            "rerun phases=[evaluate]"
+        )
 
 
 # Stages
@@ -126,8 +136,14 @@ def full_acceptance(rows: list[dict], k: int) -> list[dict]:
         drafted = stages >= stage
         tested = drafted & (accepted >= (stage - 1) * k)
         full = drafted & (accepted >= stage * k)
-        result.append({"stage": stage, "rounds": int(drafted.sum()), "full": share(full, drafted),
-                       "full_given_previous": share(full, tested)})
+        result.append(
+            {
+                "stage": stage,
+                "rounds": int(drafted.sum()),
+                "full": share(full, drafted),
+                "full_given_previous": share(full, tested),
+            }
+        )
     return result
 
 
@@ -136,13 +152,23 @@ def by_depth(rows: list[dict]) -> list[dict]:
     rounds = rounds_of(rows)
     stages, emitted = column(rounds, "stages"), column(rounds, "emitted")
     seconds = np.array([sum(one["seconds"].values()) for one in rounds])
-    return [{"stages": int(depth), "rounds": int((stages == depth).sum()), "tokens": int(emitted[stages == depth].sum()),
-             "seconds": float(seconds[stages == depth].sum())} for depth in np.unique(stages)]
+    return [
+        {
+            "stages": int(depth),
+            "rounds": int((stages == depth).sum()),
+            "tokens": int(emitted[stages == depth].sum()),
+            "seconds": float(seconds[stages == depth].sum()),
+        }
+        for depth in np.unique(stages)
+    ]
 
 
 def by_category(rows: list[dict]) -> dict[str, float]:
     """Macro tau of each category."""
-    return {category: tau([row for row in rows if row["category"] == category]) for category in sorted({row["category"] for row in rows})}
+    return {
+        category: tau([row for row in rows if row["category"] == category])
+        for category in sorted({row["category"] for row in rows})
+    }
 
 
 def column(rounds: list[dict], key: str) -> NDArray[np.int64]:
@@ -168,17 +194,29 @@ def calibration(rows: list[dict], *, k: int, stage: int, threshold: float, bins:
     scores = np.array([one["scores"][stage - 1] for one in tested], dtype=np.float64)
     full = column(tested, "accepted") >= stage * k
     passed = scores >= threshold
-    return {"stage": stage, "rounds": len(tested), "auroc": auroc(scores[full], scores[~full]),
-            "passed": share(passed, np.ones_like(passed)), "precision": share(full & passed, passed),
-            "bins": score_bins(np.exp(scores), full, bins)}
+    return {
+        "stage": stage,
+        "rounds": len(tested),
+        "auroc": auroc(scores[full], scores[~full]),
+        "passed": share(passed, np.ones_like(passed)),
+        "precision": share(full & passed, passed),
+        "bins": score_bins(np.exp(scores), full, bins),
+    }
 
 
 def score_bins(probability: Floats, full: NDArray[np.bool_], bins: int) -> list[dict]:
     """Bins that hold a round: edges, mean probability and observed share of full acceptance."""
     index = np.minimum((probability * bins).astype(int), bins - 1)
-    return [{"low": float(number / bins), "high": float((number + 1) / bins), "rounds": int((index == number).sum()),
-             "probability": float(probability[index == number].mean()), "full": float(full[index == number].mean())}
-            for number in np.unique(index)]
+    return [
+        {
+            "low": float(number / bins),
+            "high": float((number + 1) / bins),
+            "rounds": int((index == number).sum()),
+            "probability": float(probability[index == number].mean()),
+            "full": float(full[index == number].mean()),
+        }
+        for number in np.unique(index)
+    ]
 
 
 def auroc(positive: Floats, negative: Floats) -> float | None:
@@ -199,11 +237,18 @@ def time_shares(rows: list[dict]) -> dict:
     `outside_forwards` is what neither a drafter's nor the target's forward accounts for: gate, commit and everything unrecorded.
     """
     rounds = rounds_of(rows)
-    parts = {name: sum(one["seconds"].get(name, 0.0) for one in rounds) for name in ("draft_first", "draft_more", "gate", "verify")}
+    parts = {
+        name: sum(one["seconds"].get(name, 0.0) for one in rounds)
+        for name in ("draft_first", "draft_more", "gate", "verify")
+    }
     total = sum(row["seconds"] + row["rounds"][0]["seconds"].get("draft_first", 0.0) for row in rows)
     draft = parts["draft_first"] + parts["draft_more"]
-    return {"seconds_per_round": total / len(rounds), "draft_to_verify": draft / parts["verify"],
-            "gate": parts["gate"] / total, "outside_forwards": 1 - (draft + parts["verify"]) / total}
+    return {
+        "seconds_per_round": total / len(rounds),
+        "draft_to_verify": draft / parts["verify"],
+        "gate": parts["gate"] / total,
+        "outside_forwards": 1 - (draft + parts["verify"]) / total,
+    }
 
 
 def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
@@ -224,9 +269,22 @@ def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
         beyond = stages > depth
         helped = beyond & (accepted >= depth * k)
         gained = float(np.minimum(accepted[helped] - depth * k, k).mean()) if helped.any() else 0.0
-        cost = costs["draft_more"] + costs["gate"] + verify_seconds(costs, (depth + 1) * k + 1) - verify_seconds(costs, depth * k + 1)
-        result.append({"depth": depth, "rounds": int(beyond.sum()), "cost_seconds": cost, "extra_tokens": gained,
-                       "needed": cost / (gained * value) if gained else None, "observed": share(helped, beyond)})
+        cost = (
+            costs["draft_more"]
+            + costs["gate"]
+            + verify_seconds(costs, (depth + 1) * k + 1)
+            - verify_seconds(costs, depth * k + 1)
+        )
+        result.append(
+            {
+                "depth": depth,
+                "rounds": int(beyond.sum()),
+                "cost_seconds": cost,
+                "extra_tokens": gained,
+                "needed": cost / (gained * value) if gained else None,
+                "observed": share(helped, beyond),
+            }
+        )
     return result
 
 

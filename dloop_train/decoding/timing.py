@@ -48,8 +48,20 @@ class Timing:
                     work[number, place[part, tokens]] += amount * (not (first and part == "draft_first"))
                     if part != "verify" or tokens == one["drafted"] + 1:
                         found[place[part, tokens]][number].append(one["seconds"].get(part, 0.0) / amount)
-        samples = tuple((np.array([np.median(values) if values else np.nan for values in own]), np.array([float(len(values)) for values in own])) for own in found)
-        return Timing(kinds, work, samples, np.array([row["seconds"] for row in rows]), np.array([float(row["tokens"]) for row in rows]))
+        samples = tuple(
+            (
+                np.array([np.median(values) if values else np.nan for values in own]),
+                np.array([float(len(values)) for values in own]),
+            )
+            for own in found
+        )
+        return Timing(
+            kinds,
+            work,
+            samples,
+            np.array([row["seconds"] for row in rows]),
+            np.array([float(row["tokens"]) for row in rows]),
+        )
 
     def costs(self, times: NDArray[np.int64], share: float = 0.5) -> Floats:
         """Seconds of a unit of each kind: the median (or another quantile) over responses drawn so many times. [draws, R] -> [draws, K]"""
@@ -77,7 +89,6 @@ class Timing:
         """Clock over usual seconds of all responses together; 1 on a quiet machine."""
         return float(self.clock.sum() / max(self.seconds().sum(), 1e-12))
 
-
     def spread(self) -> float:
         """Distance between the quartiles of a kind's seconds over responses, as a share of its median; mean over kinds by their time.
 
@@ -90,14 +101,24 @@ class Timing:
 def frequent_lengths(rows: list[dict]) -> list[int]:
     """Tokens of verifications that happen often enough for a median; at least the two most frequent."""
     counts = Counter(one["drafted"] + 1 for row in rows for one in row["rounds"])
-    return sorted({tokens for tokens, count in counts.items() if count >= FREQUENT} | {tokens for tokens, _ in counts.most_common(2)})
+    return sorted(
+        {tokens for tokens, count in counts.items() if count >= FREQUENT}
+        | {tokens for tokens, _ in counts.most_common(2)}
+    )
 
 
 def units(one: dict, lengths: list[int]) -> dict[tuple[str, int], float]:
     """A round as amounts of each kind of work; a verification of a rare length as a mixture of two frequent ones."""
-    amounts = {"draft_first": min(one["stages"], 1), "draft_more": one["stages"] - 1, "gate": one["stages"], "commit": 1}
+    amounts = {
+        "draft_first": min(one["stages"], 1),
+        "draft_more": one["stages"] - 1,
+        "gate": one["stages"],
+        "commit": 1,
+    }
     parts = {(part, 0): float(amount) for part, amount in amounts.items() if amount > 0 and part in one["seconds"]}
-    return parts | {("verify", tokens): share for tokens, share in mixture(one["drafted"] + 1, lengths).items() if share}
+    return parts | {
+        ("verify", tokens): share for tokens, share in mixture(one["drafted"] + 1, lengths).items() if share
+    }
 
 
 def mixture(tokens: int, lengths: list[int]) -> dict[int, float]:

@@ -51,11 +51,16 @@ class Sight:
 
     def bounds(self) -> tuple[list[int], list[int], list[int]]:
         """Of each branch, over the rows of the batch: first row, lowest origin, highest origin."""
-        return self.once("bounds", lambda: tuple(torch.stack([self.first.amin(0), self.origin.amin(0), self.origin.amax(0)]).tolist()))
+        return self.once(
+            "bounds",
+            lambda: tuple(torch.stack([self.first.amin(0), self.origin.amin(0), self.origin.amax(0)]).tolist()),
+        )
 
     def parts(self, ahead: Sequence[int], window: int | None) -> "list[Part]":
         """The branches in groups, each with the rows that it looks at and a dense mask on them."""
-        return self.once(("parts", len(ahead), window and (window, tuple(ahead))), lambda: list(self.make_parts(ahead, window)))
+        return self.once(
+            ("parts", len(ahead), window and (window, tuple(ahead))), lambda: list(self.make_parts(ahead, window))
+        )
 
     def make_parts(self, ahead: Sequence[int], window: int | None):
         first, lowest, highest = self.bounds()
@@ -69,15 +74,27 @@ class Sight:
             stop = max(1, *highest[branches])
             rows = slice(min(begin, stop - 1), stop)  # one row at least, if only to be hidden
             row = torch.arange(rows.start, rows.stop, device=self.origin.device)
-            seen = visible(row, self.first[:, branches, None, None], self.origin[:, branches, None, None], None if at is None else at[:, branches], window)
+            seen = visible(
+                row,
+                self.first[:, branches, None, None],
+                self.origin[:, branches, None, None],
+                None if at is None else at[:, branches],
+                window,
+            )
             yield Part(branches, rows, ~seen)
 
     def blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
         """The same rule as FlexAttention's block mask over [N * repeats * Q] queries, made for all branches and cut for those that are left."""
         queries = self.origin.shape[1] * repeats * len(ahead)
         if window is None and self.whole is not None:
-            return self.once(("cut", repeats, len(ahead), length), lambda: first_queries(self.whole.blocks(ahead, repeats, length, None), queries))
-        return self.once(("blocks", repeats, len(ahead), length, window and (window, tuple(ahead))), lambda: self.make_blocks(ahead, repeats, length, window))
+            return self.once(
+                ("cut", repeats, len(ahead), length),
+                lambda: first_queries(self.whole.blocks(ahead, repeats, length, None), queries),
+            )
+        return self.once(
+            ("blocks", repeats, len(ahead), length, window and (window, tuple(ahead))),
+            lambda: self.make_blocks(ahead, repeats, length, window),
+        )
 
     def make_blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
         first, origin, at, slots = self.first, self.origin, self.at(ahead), len(ahead)
@@ -93,8 +110,13 @@ class Sight:
 def first_queries(mask, queries: int):
     """A block mask of the first queries alone. BlockMask's own _adjust forgets in torch 2.11 how many they are within the last block."""
     rows = -(-queries // mask.BLOCK_SIZE[0])
-    seen = [None if each is None else each[:, :, :rows] for each in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)]
-    return mask.from_kv_blocks(*seen, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=(queries, mask.seq_lengths[1]))
+    seen = [
+        None if each is None else each[:, :, :rows]
+        for each in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    ]
+    return mask.from_kv_blocks(
+        *seen, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=(queries, mask.seq_lengths[1])
+    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +128,16 @@ class Part:
     hidden: Tensor  # [B, n, 1 or Q, R] rows that a query may not see
 
 
-def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, scale: float, *, window: int | None = None, causal: bool = False) -> Tensor:
+def loop_attention(
+    queries: Tensor,
+    context: KV,
+    own: KV | None,
+    sight: Sight,
+    scale: float,
+    *,
+    window: int | None = None,
+    causal: bool = False,
+) -> Tensor:
     """Softmax attention of [B, N, Q, H, E] queries; returns the same shape.
 
     A branch sees context rows [B, T, G, E] as its sight says, and its own rows [B, N, P, G, E], which stand at origin,
@@ -123,7 +154,9 @@ def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, s
     # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
     to_context = context_in_blocks if has_kernel(queries) else context_in_parts
-    mixed, log_sum = to_context(grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window)
+    mixed, log_sum = to_context(
+        grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window
+    )
     if own is not None:
         mixed = add_own(mixed, log_sum, grouped, own, hidden, scale)
     return mixed.unflatten(3, (heads // groups, slots)).permute(0, 2, 4, 1, 3, 5).flatten(3, 4)
@@ -131,19 +164,27 @@ def loop_attention(queries: Tensor, context: KV, own: KV | None, sight: Sight, s
 
 def add_own(mixed: Tensor, log_sum: Tensor, queries: Tensor, own: KV, hidden: Tensor | None, scale: float) -> Tensor:
     """What attention gives over the context, and over own rows beside it: one softmax by the log-sum-exp of both."""
-    keys, values = own.keys.permute(0, 3, 1, 4, 2), own.values.permute(0, 3, 1, 2, 4)  # [B, G, N, E, P], [B, G, N, P, E]
+    keys, values = (
+        own.keys.permute(0, 3, 1, 4, 2),
+        own.values.permute(0, 3, 1, 2, 4),
+    )  # [B, G, N, E, P], [B, G, N, P, E]
     scores = (queries @ keys).to(log_sum.dtype) * scale  # [B, G, N, H/G * Q, P]
     if hidden is not None:
         scores = scores.masked_fill(hidden.repeat(scores.shape[3] // hidden.shape[0], 1), float("-inf"))
     total = torch.logaddexp(log_sum, scores.logsumexp(-1))[..., None]
-    return mixed * torch.exp(log_sum[..., None] - total).to(mixed.dtype) + torch.exp(scores - total).to(mixed.dtype) @ values
+    return (
+        mixed * torch.exp(log_sum[..., None] - total).to(mixed.dtype)
+        + torch.exp(scores - total).to(mixed.dtype) @ values
+    )
 
 
 def own_hidden(slots: int, count: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
     """Own rows that a query may not see, or None where it sees all. -> [Q, P] bool"""
     if not (causal and slots > 1) and (window is None or window >= count):
         return None
-    behind = torch.arange(count - slots, count, device=device)[:, None] - torch.arange(count, device=device)  # how far a row lies back
+    behind = torch.arange(count - slots, count, device=device)[:, None] - torch.arange(
+        count, device=device
+    )  # how far a row lies back
     hidden = behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)
     return hidden if window is None else hidden | (behind.abs() >= window)
 
@@ -160,17 +201,29 @@ def has_kernel(queries: Tensor) -> bool:
 # Over the context: what attention gives [B, G, N, r, E], and the log of the sum of exponents [B, G, N, r] that it was divided by
 
 
-def context_in_parts(queries: Tensor, keys: Tensor, values: Tensor, sight: Sight, ahead: Sequence[int], scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def context_in_parts(
+    queries: Tensor, keys: Tensor, values: Tensor, sight: Sight, ahead: Sequence[int], scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
     """With dense masks, group of branches by group."""
     return _ContextAttention.apply(queries, keys, values, sight.parts(ahead, window), scale)
 
 
-def context_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, sight: Sight, ahead: Sequence[int], scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def context_in_blocks(
+    queries: Tensor, keys: Tensor, values: Tensor, sight: Sight, ahead: Sequence[int], scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
     """With FlexAttention, which leaves out blocks that nobody sees; compiled on a CUDA device."""
     from torch.nn.attention.flex_attention import AuxRequest
+
     mask = sight.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
-    mixed, extra = flex(queries.is_cuda).attention(queries.flatten(2, 3), keys, values, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True),
-                                                   kernel_options=tiles(queries))
+    mixed, extra = flex(queries.is_cuda).attention(
+        queries.flatten(2, 3),
+        keys,
+        values,
+        block_mask=mask,
+        scale=scale,
+        return_aux=AuxRequest(lse=True),
+        kernel_options=tiles(queries),
+    )
     return mixed.unflatten(2, queries.shape[2:4]), extra.lse.unflatten(2, queries.shape[2:4])
 
 
@@ -185,7 +238,9 @@ def tiles(queries: Tensor) -> dict[str, int] | None:
     if size <= 256 and torch.cuda.get_device_properties(queries.device).shared_memory_per_block_optin >= 160 * 2**10:
         return None
     side = 32 if size * queries.element_size() <= 512 else 16
-    return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "bwd_num_stages": 1} | {f"bwd_BLOCK_{name}": side for name in ("M1", "N1", "M2", "N2")}
+    return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "bwd_num_stages": 1} | {
+        f"bwd_BLOCK_{name}": side for name in ("M1", "N1", "M2", "N2")
+    }
 
 
 @dataclass(frozen=True)
@@ -212,6 +267,7 @@ def flex(compiled: bool) -> Flex:
 @cache
 def flex_functions(compiled: bool) -> Flex:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
     if not compiled:
         return Flex(flex_attention, create_block_mask)
     return Flex(torch.compile(flex_attention, fullgraph=True), torch.compile(create_block_mask, fullgraph=True))
@@ -226,7 +282,9 @@ class _ContextAttention(torch.autograd.Function):
         log_sum = queries.new_empty(queries.shape[:-1], dtype=torch.promote_types(queries.dtype, torch.float32))
         for part in parts:
             scores = scores_of(queries, keys, part, scale)  # [B, G, n r, R]
-            largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)  # finite, also of a query that sees nothing
+            largest = scores.amax(-1, keepdim=True).clamp(
+                min=torch.finfo(scores.dtype).min
+            )  # finite, also of a query that sees nothing
             total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
             weights = scores.div_(total.clamp(min=torch.finfo(scores.dtype).tiny)).to(values.dtype)
             shape = queries[:, :, part.branches].shape
@@ -249,7 +307,14 @@ class _ContextAttention(torch.autograd.Function):
             to_values[:, :, part.rows] += weights.to(values.dtype).transpose(-1, -2) @ upstream
             # of the softmax: what reaches a weight less what reaches all of them; the log-sum-exp's own gradient is the weights
             centre = (upstream.to(log_sum.dtype) * result).sum(-1) - to_log_sum[:, :, part.branches].flatten(2, 3)
-            to_scores = (upstream @ values[:, :, part.rows].transpose(-1, -2)).to(log_sum.dtype).sub_(centre[..., None]).mul_(weights).mul_(ctx.scale).to(keys.dtype)
+            to_scores = (
+                (upstream @ values[:, :, part.rows].transpose(-1, -2))
+                .to(log_sum.dtype)
+                .sub_(centre[..., None])
+                .mul_(weights)
+                .mul_(ctx.scale)
+                .to(keys.dtype)
+            )
             to_queries[:, :, part.branches] = (to_scores @ keys[:, :, part.rows]).view(shape)
             to_keys[:, :, part.rows] += to_scores.transpose(-1, -2) @ flat
         return to_queries, to_keys.to(keys.dtype), to_values.to(values.dtype), None, None
@@ -258,19 +323,34 @@ class _ContextAttention(torch.autograd.Function):
 def scores_of(queries: Tensor, keys: Tensor, part: Part, scale: float) -> Tensor:
     """Scaled scores of a group's queries in at least fp32, minus infinity where they may not look. [B, G, n r, R]"""
     flat = queries[:, :, part.branches].flatten(2, 3)
-    scores = (flat @ keys[:, :, part.rows].transpose(-1, -2)).to(torch.promote_types(queries.dtype, torch.float32)).mul_(scale)
+    scores = (
+        (flat @ keys[:, :, part.rows].transpose(-1, -2))
+        .to(torch.promote_types(queries.dtype, torch.float32))
+        .mul_(scale)
+    )
     slots = part.hidden.shape[2]
     scores.unflatten(2, (part.hidden.shape[1], -1, slots)).masked_fill_(part.hidden[:, None, :, None], float("-inf"))
     return scores
 
 
-def single_branch(queries: Tensor, context: KV, own: KV | None, sight: Sight, ahead: Sequence[int], hidden: Tensor | None, scale: float, window: int | None) -> Tensor:
+def single_branch(
+    queries: Tensor,
+    context: KV,
+    own: KV | None,
+    sight: Sight,
+    ahead: Sequence[int],
+    hidden: Tensor | None,
+    scale: float,
+    window: int | None,
+) -> Tensor:
     """Decoding's case: one branch, of whose context nothing behind the origin is looked at."""
     (first,), (origin,), _ = sight.bounds()
     if window is not None:
         first = max(first, origin + min(ahead) - window + 1)
-    keys, values = (shared[:, first:origin] if mine is None else torch.cat([shared[:, first:origin], mine[:, 0]], dim=1)
-                    for shared, mine in ((context.keys, own and own.keys), (context.values, own and own.values)))
+    keys, values = (
+        shared[:, first:origin] if mine is None else torch.cat([shared[:, first:origin], mine[:, 0]], dim=1)
+        for shared, mine in ((context.keys, own and own.keys), (context.values, own and own.values))
+    )
     mask = None
     if window is not None or hidden is not None:
         mask = torch.ones(len(ahead), keys.shape[1], dtype=torch.bool, device=queries.device)
@@ -279,7 +359,14 @@ def single_branch(queries: Tensor, context: KV, own: KV | None, sight: Sight, ah
         mask[:, :seen] = visible(rows, sight.first[0], sight.origin[0], sight.at(ahead)[0, 0, :, None], window)
         if hidden is not None:
             mask[:, seen:] = ~hidden
-    mixed = F.scaled_dot_product_attention(queries[:, 0].transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True)
+    mixed = F.scaled_dot_product_attention(
+        queries[:, 0].transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
+    )
     return mixed.transpose(1, 2)[:, None]
 
 
@@ -287,4 +374,7 @@ def append(past: tuple[KV, ...] | None, new: tuple[KV, ...], dim: int) -> tuple[
     """Rows added behind those of the past, layer by layer."""
     if past is None:
         return new
-    return tuple(KV(torch.cat([p.keys, n.keys], dim=dim), torch.cat([p.values, n.values], dim=dim)) for p, n in zip(past, new, strict=True))
+    return tuple(
+        KV(torch.cat([p.keys, n.keys], dim=dim), torch.cat([p.values, n.values], dim=dim))
+        for p, n in zip(past, new, strict=True)
+    )

@@ -46,7 +46,10 @@ class DrafterShape:
 
     def __post_init__(self):
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
-        check(self.draft_vocab_size <= self.vocab_size, f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary of {self.vocab_size}")
+        check(
+            self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} is larger than the target's vocabulary of {self.vocab_size}",
+        )
 
     @property
     def reduced(self) -> bool:
@@ -152,8 +155,10 @@ class DrafterConfig:
     def __post_init__(self):
         check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")
         check(self.draft_vocab_size >= 0, f"drafter.draft_vocab_size must not be negative, got {self.draft_vocab_size}")
-        check(not self.draft_vocab_size or bool(self.reduced_format),
-              f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary keeps; leave it out")
+        check(
+            not self.draft_vocab_size or bool(self.reduced_format),
+            f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary keeps; leave it out",
+        )
 
     def reads(self, taps: list[int]) -> Reads:
         """Which of the target's states the drafter reads."""
@@ -174,7 +179,9 @@ class DrafterConfig:
         """The shape as far as settings tell it, for weights that are not on this machine; None where they do not."""
         if self.init == "scratch":
             return self.shape(target, taps)
-        return self.looped(replace(self, init="scratch", **self.released).shape(target, taps)) if self.released else None
+        return (
+            self.looped(replace(self, init="scratch", **self.released).shape(target, taps)) if self.released else None
+        )
 
     def section(self) -> dict:
         """What of these settings an export must keep, since no public key tells it."""
@@ -237,7 +244,9 @@ class Drafter(nn.Module):
         # The public maps: target id = draft id + d2t, and which target ids are kept.
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if shape.reduced else None)
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if shape.reduced else None)
-        self.register_load_state_dict_post_hook(lambda drafter, _: drafter.borrow(drafter.head))  # another vocabulary, other rows of the head
+        self.register_load_state_dict_post_hook(
+            lambda drafter, _: drafter.borrow(drafter.head)
+        )  # another vocabulary, other rows of the head
         self.borrow(head)
 
     def borrow(self, head: TargetHead | None) -> None:
@@ -252,7 +261,9 @@ class Drafter(nn.Module):
         if head is None or not self.shape.reduced:
             return head
         if self._draft_head is None:
-            with torch.inference_mode(False):  # where decoding asks first, training must still be able to differentiate through it
+            with torch.inference_mode(
+                False
+            ):  # where decoding asks first, training must still be able to differentiate through it
                 object.__setattr__(self, "_draft_head", head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
         return self._draft_head
 
@@ -284,19 +295,31 @@ class Drafter(nn.Module):
     def commit(self, state: DraftState, context: Context) -> DraftState:
         """After a verification: drop own states, append what the target now knows; the next origin follows its last row."""
         kv, projected = self.context_kv(context)
-        both = tuple(KV(torch.cat([old.keys, new.keys], dim=1), torch.cat([old.values, new.values], dim=1))
-                     for old, new in zip(state.context, kv, strict=True))
+        both = tuple(
+            KV(torch.cat([old.keys, new.keys], dim=1), torch.cat([old.values, new.values], dim=1))
+            for old, new in zip(state.context, kv, strict=True)
+        )
         origins = torch.full_like(state.origin, context.start + context.features.shape[1])
         return self.open(both, projected, context, origins)
 
     def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
         """A state before its first stage; `projected` are the context's last rows."""
         first = torch.zeros_like(origins) if context.first is None else context.first.gather(1, origins)
-        return DraftState(context=kv, own=None, sight=Sight(origins - self.lag, first), origin=origins, first=first, position=origins - first, hidden=None)
+        return DraftState(
+            context=kv,
+            own=None,
+            sight=Sight(origins - self.lag, first),
+            origin=origins,
+            first=first,
+            position=origins - first,
+            hidden=None,
+        )
 
     def places_of(self, context: Context) -> Places:
         """Where context rows stand in their documents. [B or 1, T]"""
-        rows = torch.arange(context.start, context.start + context.features.shape[1], device=context.features.device)[None]
+        rows = torch.arange(context.start, context.start + context.features.shape[1], device=context.features.device)[
+            None
+        ]
         return Places(rows if context.first is None else rows - context.first)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -308,7 +331,10 @@ class Drafter(nn.Module):
 
     def keep_tokens(self, ids: Tensor) -> None:
         """Make these target ids [V_draft] (ascending) the draft vocabulary."""
-        check(len(ids) == self.shape.draft_vocab_size, f"{len(ids)} ids for a draft vocabulary of {self.shape.draft_vocab_size}")
+        check(
+            len(ids) == self.shape.draft_vocab_size,
+            f"{len(ids)} ids for a draft vocabulary of {self.shape.draft_vocab_size}",
+        )
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()[ids] = True
         self.borrow(self.head)
@@ -375,7 +401,7 @@ def frequent_ids(counts: Counter[int], shape: DrafterShape, stop_ids: Sequence[i
     """The stop ids, then the most frequent tokens, then any, as many as the draft vocabulary has. [V_draft] ascending"""
     frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     ordered = dict.fromkeys([*stop_ids, *frequent, *range(shape.vocab_size)])
-    return torch.tensor(sorted(list(ordered)[:shape.draft_vocab_size]))
+    return torch.tensor(sorted(list(ordered)[: shape.draft_vocab_size]))
 
 
 def with_vocabulary(drafter: Drafter, settings: DrafterConfig, ids: Tensor) -> Drafter:
@@ -383,7 +409,10 @@ def with_vocabulary(drafter: Drafter, settings: DrafterConfig, ids: Tensor) -> D
     drafter.require_reducible()
     shape = replace(drafter.shape, draft_vocab_size=len(ids), format=settings.reduced_format)
     smaller = settings.build(shape, drafter.head).to(drafter.norm.weight.dtype)
-    tensors = {name: tensor[ids] if name in drafter.vocabulary_rows else tensor for name, tensor in drafter.state_dict().items()}
+    tensors = {
+        name: tensor[ids] if name in drafter.vocabulary_rows else tensor
+        for name, tensor in drafter.state_dict().items()
+    }
     smaller.keep_tokens(ids)
     smaller.load_state_dict({**tensors, "d2t": smaller.d2t, "t2d": smaller.t2d})
     return smaller
@@ -396,8 +425,15 @@ def take(state: DraftState, branches: int | Tensor) -> DraftState:
         return state
     chosen = slice(branches) if isinstance(branches, int) else branches
     own = None if state.own is None else tuple(KV(kv.keys[:, chosen], kv.values[:, chosen]) for kv in state.own)
-    return replace(state, own=own, sight=state.sight.take(branches), origin=state.origin[:, chosen], first=state.first[:, chosen], position=state.position[:, chosen],
-                   hidden=None if state.hidden is None else state.hidden[:, chosen])
+    return replace(
+        state,
+        own=own,
+        sight=state.sight.take(branches),
+        origin=state.origin[:, chosen],
+        first=state.first[:, chosen],
+        position=state.position[:, chosen],
+        hidden=None if state.hidden is None else state.hidden[:, chosen],
+    )
 
 
 def linear_flops(*modules: nn.Module | None) -> int:
@@ -406,13 +442,22 @@ def linear_flops(*modules: nn.Module | None) -> int:
 
 
 def linear_weights(modules: Sequence[nn.Module | None]) -> list[nn.Parameter]:
-    return [layer.weight for module in modules if module is not None for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return [
+        layer.weight
+        for module in modules
+        if module is not None
+        for layer in module.modules()
+        if isinstance(layer, nn.Linear)
+    ]
 
 
 def linear_work(*modules: nn.Module | None, reaches_inputs: bool = True) -> Work:
     """One row through all linear layers: backward is a product for the row's gradient, if it is wanted, and one for the weight's, where it is trained."""
     weights = linear_weights(modules)
-    return Work(sum(2 * weight.numel() for weight in weights), sum(2 * weight.numel() * (reaches_inputs + weight.requires_grad) for weight in weights))
+    return Work(
+        sum(2 * weight.numel() for weight in weights),
+        sum(2 * weight.numel() * (reaches_inputs + weight.requires_grad) for weight in weights),
+    )
 
 
 def frozen_work(rows: int, columns: int) -> Work:

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
+from dloop_train.drafters.base import (
+    Choose,
+    Drafter,
+    DrafterConfig,
+    DrafterShape,
+    Flops,
+    Work,
+    frozen_work,
+    linear_work,
+)
 from dloop_train.drafters.layers import DecoderLayer, Places, norm_of
 from dloop_train.drafters.sizes import LayerSizes, architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
@@ -34,8 +43,14 @@ class BlockShape(DrafterShape):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.k >= 1, f"block_size {self.width} with num_draft_tokens {self.num_draft_tokens} leaves a {self.alignment} drafter no token to draft")
-        check(0 <= self.mask_token_id < self.vocab_size, f"mask_token_id {self.mask_token_id} is not in the vocabulary of {self.vocab_size}")
+        check(
+            self.k >= 1,
+            f"block_size {self.width} with num_draft_tokens {self.num_draft_tokens} leaves a {self.alignment} drafter no token to draft",
+        )
+        check(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is not in the vocabulary of {self.vocab_size}",
+        )
 
     @property
     def k(self) -> int:
@@ -68,11 +83,22 @@ class BlockConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.state in ("context_norm", "post_norm", "raw"), f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}")
+        check(
+            self.state in ("context_norm", "post_norm", "raw"),
+            f"drafter.state must be context_norm, post_norm or raw, got {self.state!r}",
+        )
         check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
-        check(not self.backbone or self.init in ("", "scratch"), f"drafter.backbone is for drafters from scratch, drafter.init says {self.init}; leave one of them out")
-        check(self.alignment in ALIGNMENTS, f"drafter.alignment is required: one of {ALIGNMENTS}, got {self.alignment!r}")
-        check(self.width == 0 or self.width >= 2, f"drafter.width must be at least 2, or 0 for the checkpoint's own, got {self.width}")
+        check(
+            not self.backbone or self.init in ("", "scratch"),
+            f"drafter.backbone is for drafters from scratch, drafter.init says {self.init}; leave one of them out",
+        )
+        check(
+            self.alignment in ALIGNMENTS, f"drafter.alignment is required: one of {ALIGNMENTS}, got {self.alignment!r}"
+        )
+        check(
+            self.width == 0 or self.width >= 2,
+            f"drafter.width must be at least 2, or 0 for the checkpoint's own, got {self.width}",
+        )
         check(self.gamma > 0, f"drafter.gamma must be positive, got {self.gamma}")
 
     @property
@@ -87,7 +113,11 @@ class BlockConfig(DrafterConfig):
         return replace(self, width=k + (self.alignment == "fill_in"))
 
     def as_exported(self, section: dict) -> "BlockConfig":
-        trained = {name: section[name] for name in ("state", "slot") if section.get("trained_depth_exposure") and name in section}
+        trained = {
+            name: section[name]
+            for name in ("state", "slot")
+            if section.get("trained_depth_exposure") and name in section
+        }
         return replace(self, width=0, **trained)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> BlockShape:
@@ -99,16 +129,30 @@ class BlockConfig(DrafterConfig):
         layers = layers_for(target.text_config, "gemma4" if native else "qwen3", self.layers)
         if self.draft_vocab_size:
             require_qwen3(layers)
-        return dict(format=self.reduced_format if self.draft_vocab_size else self.format, draft_vocab_size=self.draft_vocab_size, layers=layers, taps=tuple(taps),
-                    num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, width=self.width or 8,
-                    alignment=self.alignment, mask_token_id=target.mask_token_id, state=self.state, slot=self.slot,
-                    head_scales=(target.embed_scale, target.softcap) if native else None)
+        return dict(
+            format=self.reduced_format if self.draft_vocab_size else self.format,
+            draft_vocab_size=self.draft_vocab_size,
+            layers=layers,
+            taps=tuple(taps),
+            num_target_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            width=self.width or 8,
+            alignment=self.alignment,
+            mask_token_id=target.mask_token_id,
+            state=self.state,
+            slot=self.slot,
+            head_scales=(target.embed_scale, target.softcap) if native else None,
+        )
 
 
 def require_qwen3(layers: Sequence[LayerSizes]) -> None:
     """The speculators layout, which alone can say a draft vocabulary, holds Qwen3's layers."""
     found = sorted({layer.architecture for layer in layers})
-    check(found == ["qwen3"], f"drafter.draft_vocab_size: the layout that can say a draft vocabulary holds qwen3 layers, this drafter has {', '.join(found)}; leave it out")
+    check(
+        found == ["qwen3"],
+        f"drafter.draft_vocab_size: the layout that can say a draft vocabulary holds qwen3 layers, this drafter has {', '.join(found)}; leave it out",
+    )
 
 
 class BlockDrafter(Drafter):
@@ -176,7 +220,17 @@ class BlockDrafter(Drafter):
             self.fc.weight[:, -width:] = torch.eye(width)
 
     def flops(self) -> Flops:
-        keys = linear_work(*(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)))
-        return Flops(context=linear_work(self.fc, reaches_inputs=False) + keys, stage=self.shape.width * linear_work(self.layers), own=keys,
-                     queries=self.shape.width, passes=1, has_own=True, slots=Work(),
-                     row=frozen_work(self.shape.draft_vocab_size, self.shape.hidden_size), teacher=Work())
+        keys = linear_work(
+            *(part for layer in self.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+        )
+        return Flops(
+            context=linear_work(self.fc, reaches_inputs=False) + keys,
+            stage=self.shape.width * linear_work(self.layers),
+            own=keys,
+            queries=self.shape.width,
+            passes=1,
+            has_own=True,
+            slots=Work(),
+            row=frozen_work(self.shape.draft_vocab_size, self.shape.hidden_size),
+            teacher=Work(),
+        )

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.drafters.attention import append
-from dloop_train.drafters.base import Choose, Drafter, DrafterConfig, DrafterShape, Flops, Work, frozen_work, linear_work
+from dloop_train.drafters.base import (
+    Choose,
+    Drafter,
+    DrafterConfig,
+    DrafterShape,
+    Flops,
+    Work,
+    frozen_work,
+    linear_work,
+)
 from dloop_train.drafters.layers import Places
 from dloop_train.drafters.losses import by_slot, hits, only, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
@@ -62,7 +71,9 @@ class ChainDrafter(Drafter):
         """Feature rows to what the first pass is fed as a hidden state. [B, T, F] -> [B, T, D]"""
         raise NotImplementedError
 
-    def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, tuple[KV, ...] | None]:
+    def advance(
+        self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None
+    ) -> tuple[Tensor, tuple[KV, ...] | None]:
         """One pass after tokens [B, N] and fed states [B, N, D]: the final layer's output [B, N, D] and the own states behind it."""
         raise NotImplementedError
 
@@ -90,7 +101,9 @@ class ChainDrafter(Drafter):
 
     def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
         rows = (origins - 1 - context.start)[..., None].expand(-1, -1, projected.shape[-1])
-        return replace(super().open(kv, projected, context, origins), hidden=projected.gather(1, rows)[:, :, None])  # [B, N, 1, D]
+        return replace(
+            super().open(kv, projected, context, origins), hidden=projected.gather(1, rows)[:, :, None]
+        )  # [B, N, 1, D]
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
         own, fed = state.own, state.hidden[:, :, -1]
@@ -109,9 +122,18 @@ class ChainDrafter(Drafter):
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
         # The norm stays outside: it is trained, also where the head below it is frozen.
-        return stage_loss(self.row_loss, self.norm(stage.hidden), labels, self.slot_weights(), max_rows=max_rows, head_weights=self.head_weights())
+        return stage_loss(
+            self.row_loss,
+            self.norm(stage.hidden),
+            labels,
+            self.slot_weights(),
+            max_rows=max_rows,
+            head_weights=self.head_weights(),
+        )
 
-    def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def row_loss(
+        self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
         logits = self.head_logits(normed)
         with torch.no_grad():
             target, taught = self.compared_rows(teacher.to(normed.dtype))
@@ -121,8 +143,20 @@ class ChainDrafter(Drafter):
 
     def chain_flops(self, *, context: Work, one: Work, row: Work, has_own: bool) -> Flops:
         """The products of a chain with so much work in one of its passes."""
-        compared = Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 2 * self.shape.draft_vocab_size)  # both distributions meet in one more product
-        return Flops(context=context, stage=self.k * one, own=Work(), queries=self.k, passes=self.k, has_own=has_own, slots=Work(), row=row, teacher=compared)
+        compared = Work(
+            2 * self.teacher_vocabulary * self.shape.target_hidden_size + 2 * self.shape.draft_vocab_size
+        )  # both distributions meet in one more product
+        return Flops(
+            context=context,
+            stage=self.k * one,
+            own=Work(),
+            queries=self.k,
+            passes=self.k,
+            has_own=has_own,
+            slots=Work(),
+            row=row,
+            teacher=compared,
+        )
 
 
 class OwnKeysChain(ChainDrafter):
@@ -142,9 +176,13 @@ class OwnKeysChain(ChainDrafter):
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
         projected = self.project_features(context.features)
         # One layer: the keys of a row need its inputs alone, no attention.
-        return (self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], self.places_of(context)),), projected
+        return (
+            self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], self.places_of(context)),
+        ), projected
 
-    def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, tuple[KV, ...] | None]:
+    def advance(
+        self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None
+    ) -> tuple[Tensor, tuple[KV, ...] | None]:
         layer = self.layers[0]
         places = Places((state.position - 1 + step)[..., None])  # [B, N, 1]
         residual, row = (part[:, :, None] for part in self.inputs(tokens, fed))
@@ -154,7 +192,12 @@ class OwnKeysChain(ChainDrafter):
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn
         keys = linear_work(attention.k_proj, attention.v_proj)
-        return self.chain_flops(context=self.fuse_work() + keys, one=linear_work(layer) + self.pair_up_work(), row=self.head_work(), has_own=True)
+        return self.chain_flops(
+            context=self.fuse_work() + keys,
+            one=linear_work(layer) + self.pair_up_work(),
+            row=self.head_work(),
+            has_own=True,
+        )
 
     def fuse_work(self) -> Work:
         """A context row from the target's features to what the keys' projection reads."""

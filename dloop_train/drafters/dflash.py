@@ -32,7 +32,10 @@ class DFlashConfig(BlockConfig):
         super().__post_init__()
         check(self.loss in LOSSES, f"drafter.loss of dflash must be one of {tuple(LOSSES)}, got {self.loss!r}")
         self.format = self.format or FORMATS[self.alignment]
-        check(self.format == FORMATS[self.alignment], f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is {FORMATS[self.alignment]}, got drafter.format={self.format!r}")
+        check(
+            self.format == FORMATS[self.alignment],
+            f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is {FORMATS[self.alignment]}, got drafter.format={self.format!r}",
+        )
 
     @property
     def follows_target(self) -> bool:
@@ -51,9 +54,13 @@ class DFlash(BlockDrafter):
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
         # The norm stays outside: it is trained, while the head below it is frozen.
-        return stage_loss(self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(), max_rows=max_rows)
+        return stage_loss(
+            self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(), max_rows=max_rows
+        )
 
-    def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def row_loss(
+        self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
         logits, (places, known), target = self.draft_head.logits(normed), self.drafted_ids(tokens), None
         if "hard" not in self.mixture:
             with torch.no_grad():
@@ -66,4 +73,6 @@ class DFlash(BlockDrafter):
         plain, shape = super().flops(), self.shape
         if "hard" in self.mixture:
             return plain
-        return replace(plain, teacher=Work(2 * self.teacher_vocabulary * shape.target_hidden_size + 4 * shape.draft_vocab_size))
+        return replace(
+            plain, teacher=Work(2 * self.teacher_vocabulary * shape.target_hidden_size + 4 * shape.draft_vocab_size)
+        )

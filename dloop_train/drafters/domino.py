@@ -55,14 +55,22 @@ class DominoConfig(BlockConfig):
     def looped(self, shape: DominoShape) -> DominoShape:
         looped = super().looped(shape)
         most = replace(looped, num_draft_tokens=None).k
-        check(self.num_draft_tokens <= most, f"drafter.num_draft_tokens is {self.num_draft_tokens}, a block of {looped.width} slots drafts at most {most}")
+        check(
+            self.num_draft_tokens <= most,
+            f"drafter.num_draft_tokens is {self.num_draft_tokens}, a block of {looped.width} slots drafts at most {most}",
+        )
         return replace(super().looped(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens)
 
     def as_exported(self, section: dict) -> "DominoConfig":
         return replace(super().as_exported(section), num_draft_tokens=0)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> DominoShape:
-        return DominoShape(**self.shape_fields(target, taps), emb_dim=self.emb_dim, gru_hidden_dim=self.gru_hidden_dim, num_draft_tokens=self.num_draft_tokens or None)
+        return DominoShape(
+            **self.shape_fields(target, taps),
+            emb_dim=self.emb_dim,
+            gru_hidden_dim=self.gru_hidden_dim,
+            num_draft_tokens=self.num_draft_tokens or None,
+        )
 
     def build(self, shape: DominoShape, head: TargetHead | None) -> "Domino":
         return Domino(shape, head, self.gamma, base_share=self.base_share, base_until=self.base_until)
@@ -73,15 +81,23 @@ class Domino(TokenHeadDrafter):
 
     shape: DominoShape
 
-    def __init__(self, shape: DominoShape, head: TargetHead | None, gamma: float, *, base_share: float, base_until: float):
+    def __init__(
+        self, shape: DominoShape, head: TargetHead | None, gamma: float, *, base_share: float, base_until: float
+    ):
         super().__init__(shape, head, gamma)
         self.base_share, self.base_until = base_share, base_until
         width, memory = shape.hidden_size, shape.gru_hidden_dim
         self.prefix_gru = nn.GRU(shape.target_hidden_size, memory, bias=False, batch_first=True)
-        self.embed_proj = nn.Sequential(nn.Linear(width + memory, shape.emb_dim, bias=False), nn.SiLU(), nn.Linear(shape.emb_dim, shape.draft_vocab_size, bias=False))
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + memory, shape.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(shape.emb_dim, shape.draft_vocab_size, bias=False),
+        )
         # The first drafted tokens are the backbone's own.
         self.uncorrected = shape.pure_draft_prefix_len
-        self.register_buffer("corrected", (torch.arange(shape.k) >= shape.pure_draft_prefix_len).float()[:, None], persistent=False)
+        self.register_buffer(
+            "corrected", (torch.arange(shape.k) >= shape.pure_draft_prefix_len).float()[:, None], persistent=False
+        )
 
     def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
         heard = self.embed(before(anchors, tokens)).flatten(0, 1)  # [B N, k, D]
@@ -90,7 +106,7 @@ class Domino(TokenHeadDrafter):
 
     def prepare(self, normed: Tensor) -> Tensor:
         """The backbone's share of the bottleneck. [B, N, k, emb_dim]"""
-        return F.linear(normed, self.embed_proj[0].weight[:, :self.shape.hidden_size])
+        return F.linear(normed, self.embed_proj[0].weight[:, : self.shape.hidden_size])
 
     def start(self, anchors: Tensor) -> Tensor:
         nothing = self.norm.weight.new_zeros(*anchors.shape, self.shape.gru_hidden_dim)
@@ -101,7 +117,7 @@ class Domino(TokenHeadDrafter):
         return after[0].unflatten(0, tokens.shape)
 
     def code(self, prepared: Tensor, slot: int, memory: Tensor) -> tuple[Tensor, Tensor]:
-        inner = prepared[:, :, slot] + F.linear(memory, self.embed_proj[0].weight[:, self.shape.hidden_size:])
+        inner = prepared[:, :, slot] + F.linear(memory, self.embed_proj[0].weight[:, self.shape.hidden_size :])
         return F.silu(inner) * self.corrected[slot].to(inner.dtype), memory
 
     def expand(self, codes: Tensor) -> Tensor:
@@ -115,7 +131,9 @@ class Domino(TokenHeadDrafter):
         normed = self.normed(stage)
         share = self.base_share * (1 - min(progress / self.base_until, 1.0))
 
-        def row_loss(normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        def row_loss(
+            normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor
+        ) -> tuple[Tensor, Tensor]:
             base = self.draft_head.logits(normed)
             final = base + self.expand(codes)
             losses, _ = row_losses(final, tokens, hard=1 - share)
@@ -123,11 +141,24 @@ class Domino(TokenHeadDrafter):
                 losses = losses + row_losses(base, tokens, hard=share)[0]
             return (weights * losses).sum(), by_slot(hits(final, tokens), slots, self.k, losses)
 
-        return stage_loss(row_loss, normed, labels, self.slot_weights(), max_rows=max_rows,
-                          head_weights=(self.embed_proj[2].weight,), extra=(self.codes(normed, anchors, labels.tokens),))
+        return stage_loss(
+            row_loss,
+            normed,
+            labels,
+            self.slot_weights(),
+            max_rows=max_rows,
+            head_weights=(self.embed_proj[2].weight,),
+            extra=(self.codes(normed, anchors, labels.tokens),),
+        )
 
     def flops(self) -> Flops:
-        plain, heard, remembered = super().flops(), 2 * self.prefix_gru.weight_ih_l0.numel(), 2 * self.prefix_gru.weight_hh_l0.numel()
+        plain, heard, remembered = (
+            super().flops(),
+            2 * self.prefix_gru.weight_ih_l0.numel(),
+            2 * self.prefix_gru.weight_hh_l0.numel(),
+        )
         # Embeddings, and the empty memory that the first slot starts from, have no gradient.
         gru = self.k * Work(heard + remembered, heard + remembered) + (self.k - 1) * Work(0, remembered)
-        return replace(plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2]))
+        return replace(
+            plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2])
+        )

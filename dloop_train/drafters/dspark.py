@@ -29,7 +29,10 @@ class DSparkShape(BlockShape):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.markov_head_type in HEADS, f"markov_head_type {self.markov_head_type!r} is not supported; {', '.join(HEADS)} are")
+        check(
+            self.markov_head_type in HEADS,
+            f"markov_head_type {self.markov_head_type!r} is not supported; {', '.join(HEADS)} are",
+        )
 
 
 @dataclass(kw_only=True)
@@ -57,8 +60,14 @@ class DSparkConfig(BlockConfig):
     def __post_init__(self):
         super().__post_init__()
         self.format = self.format or "deepspec_dspark"
-        check(self.markov_head_type in HEADS, f"drafter.markov_head_type must be one of {HEADS}, got {self.markov_head_type!r}")
-        check(self.markov_rank >= 1, f"drafter.markov_rank must be positive, got {self.markov_rank}; without a Markov head it is +drafter=dflash")
+        check(
+            self.markov_head_type in HEADS,
+            f"drafter.markov_head_type must be one of {HEADS}, got {self.markov_head_type!r}",
+        )
+        check(
+            self.markov_rank >= 1,
+            f"drafter.markov_rank must be positive, got {self.markov_rank}; without a Markov head it is +drafter=dflash",
+        )
         negative = [name for name in ("ce_weight", "l1_weight", "confidence_weight") if getattr(self, name) < 0]
         check(not negative, f"drafter.{negative} must not be negative")
 
@@ -67,8 +76,13 @@ class DSparkConfig(BlockConfig):
         return True
 
     def shape(self, target: TargetSpec, taps: list[int]) -> DSparkShape:
-        return DSparkShape(**self.shape_fields(target, taps), markov_rank=self.markov_rank, markov_head_type=self.markov_head_type,
-                           confidence=self.confidence, confidence_with_markov=self.confidence_with_markov)
+        return DSparkShape(
+            **self.shape_fields(target, taps),
+            markov_rank=self.markov_rank,
+            markov_head_type=self.markov_head_type,
+            confidence=self.confidence,
+            confidence_with_markov=self.confidence_with_markov,
+        )
 
     def build(self, shape: DSparkShape, head: TargetHead | None) -> "DSpark":
         return DSpark(shape, head, self)
@@ -151,7 +165,9 @@ class DSpark(TokenHeadDrafter):
         return None if self.confidence_head is None else self.confidence_logits(self.normed(stage), anchors, tokens)
 
     def confidence_logits(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
-        parts = [normed] + ([self.markov_head.markov_w1(before(anchors, tokens))] if self.shape.confidence_with_markov else [])
+        parts = [normed] + (
+            [self.markov_head.markov_w1(before(anchors, tokens))] if self.shape.confidence_with_markov else []
+        )
         if self.settings.detach_confidence:
             parts = [part.detach() for part in parts]
         return self.confidence_head["proj"](torch.cat(parts, dim=-1))[..., 0]
@@ -161,26 +177,49 @@ class DSpark(TokenHeadDrafter):
         extra = (self.codes(normed, anchors, labels.tokens),)
         if self.confidence_head is not None:
             extra += (self.confidence_logits(normed, anchors, labels.tokens),)
-        return stage_loss(self.row_loss, normed, labels, self.slot_weights(), max_rows=max_rows,
-                          head_weights=(self.markov_head.markov_w2.weight,), extra=extra)
+        return stage_loss(
+            self.row_loss,
+            normed,
+            labels,
+            self.slot_weights(),
+            max_rows=max_rows,
+            head_weights=(self.markov_head.markov_w2.weight,),
+            extra=extra,
+        )
 
-    def row_loss(self, normed: Tensor, tokens: Tensor, teacher: Tensor, weights: Tensor, slots: Tensor, codes: Tensor,
-                 confidence: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def row_loss(
+        self,
+        normed: Tensor,
+        tokens: Tensor,
+        teacher: Tensor,
+        weights: Tensor,
+        slots: Tensor,
+        codes: Tensor,
+        confidence: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         logits, (places, known) = self.draft_head.logits(normed) + self.expand(codes), self.drafted_ids(tokens)
         with torch.no_grad():
             target = self.teacher_logits(teacher.to(normed.dtype))
         # The L1 distance is twice the total variation. Rows whose label or most likely token is outside a reduced vocabulary carry
         # neither of the two; the confidence learns from all rows, since decoding asks it everywhere.
-        losses, distance = row_losses(logits, places, target.kept, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight)
+        losses, distance = row_losses(
+            logits, places, target.kept, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight
+        )
         losses = only(losses, None if known is None else known & target.taught)
         if confidence is not None:
             accepted = target.acceptance(logits, distance)
-            losses = losses + self.settings.confidence_weight * F.binary_cross_entropy_with_logits(confidence.to(accepted.dtype), accepted, reduction="none")
+            losses = losses + self.settings.confidence_weight * F.binary_cross_entropy_with_logits(
+                confidence.to(accepted.dtype), accepted, reduction="none"
+            )
         return (weights * losses).sum(), by_slot(hits(logits, places, known), slots, self.k, losses)
 
     def flops(self) -> Flops:
         plain, head = super().flops(), self.markov_head
         inner = linear_work(*(getattr(head, name) for name in ("gate_proj", "joint_proj") if hasattr(head, name)))
         confidence = linear_work(self.confidence_head, reaches_inputs=not self.settings.detach_confidence)
-        return replace(plain, slots=self.k * (inner + confidence), row=plain.row + linear_work(head.markov_w2),
-                       teacher=Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 4 * self.shape.draft_vocab_size))  # and two products of the distributions, for their distance
+        return replace(
+            plain,
+            slots=self.k * (inner + confidence),
+            row=plain.row + linear_work(head.markov_w2),
+            teacher=Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 4 * self.shape.draft_vocab_size),
+        )  # and two products of the distributions, for their distance

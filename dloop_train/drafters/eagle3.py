@@ -35,7 +35,10 @@ class Eagle3Shape(ChainShape):
         if self.taps:
             return self
         found = (1, target.num_layers // 2 - 1, target.num_layers - 4) if self.num_taps == 3 else tuple(taps)
-        check(len(found) == self.num_taps, f"the drafter reads {self.num_taps} taps and names none; set drafter.taps=[...] to as many")
+        check(
+            len(found) == self.num_taps,
+            f"the drafter reads {self.num_taps} taps and names none; set drafter.taps=[...] to as many",
+        )
         return replace(self, taps=found)
 
 
@@ -56,19 +59,30 @@ class Eagle3Config(ChainConfig):
         super().__post_init__()
         self.format = self.format or "specforge_eagle3"
         check(self.format in FORMATS, f"drafter.format of eagle3 must be one of {FORMATS}, got {self.format!r}")
-        check(self.format == "specforge_eagle3" or not (self.draft_vocab_size or self.fc_norm),
-              f"drafter.draft_vocab_size and drafter.fc_norm belong to specforge_eagle3; the layout {self.format} has neither, leave them out")
+        check(
+            self.format == "specforge_eagle3" or not (self.draft_vocab_size or self.fc_norm),
+            f"drafter.draft_vocab_size and drafter.fc_norm belong to specforge_eagle3; the layout {self.format} has neither, leave them out",
+        )
         check(self.outside in ("skip", "train"), f"drafter.outside must be skip or train, got {self.outside!r}")
         check(self.layers == 1, f"eagle3 drafters have one layer, got drafter.layers={self.layers}")
 
     def shape(self, target: TargetSpec, taps: list[int]) -> Eagle3Shape:
         deepspec = self.format == "deepspec_eagle3"
         native = "gemma4" if architecture_of(target.text_config) == "gemma4" else "qwen3"
-        return Eagle3Shape(format=self.format, layers=layers_for(target.text_config, native if deepspec else "llama", 1), taps=tuple(taps),
-                           num_target_layers=target.num_layers, vocab_size=target.vocab_size, target_hidden_size=target.hidden_size,
-                           draft_vocab_size=(0 if deepspec else self.draft_vocab_size) or target.vocab_size, own_lm_head=not deepspec,
-                           fc_norm=self.fc_norm, steps=self.tokens_per_stage if deepspec else None, state="raw",
-                           head_scales=(target.embed_scale, target.softcap) if deepspec and native == "gemma4" else None)
+        return Eagle3Shape(
+            format=self.format,
+            layers=layers_for(target.text_config, native if deepspec else "llama", 1),
+            taps=tuple(taps),
+            num_target_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=(0 if deepspec else self.draft_vocab_size) or target.vocab_size,
+            own_lm_head=not deepspec,
+            fc_norm=self.fc_norm,
+            steps=self.tokens_per_stage if deepspec else None,
+            state="raw",
+            head_scales=(target.embed_scale, target.softcap) if deepspec and native == "gemma4" else None,
+        )
 
     def build(self, shape: Eagle3Shape, head: TargetHead | None) -> "Eagle3":
         return Eagle3(shape, head, k=self.tokens_per_stage, decay=self.decay, skip_outside=self.outside == "skip")
@@ -85,7 +99,9 @@ class Eagle3(OwnKeysChain):
         self.skip_outside = skip_outside
         sizes, taps = shape.layers[0], len(shape.taps) or shape.num_taps
         self.fc = nn.Linear(taps * shape.target_hidden_size, shape.hidden_size, bias=False)
-        self.fc_norm = nn.ModuleList(norm_of(sizes, shape.target_hidden_size) for _ in range(taps)) if shape.fc_norm else None
+        self.fc_norm = (
+            nn.ModuleList(norm_of(sizes, shape.target_hidden_size) for _ in range(taps)) if shape.fc_norm else None
+        )
         layer = DecoderLayer(sizes, 2 * shape.hidden_size)
         layer.hidden_norm = norm_of(sizes, shape.hidden_size)
         self.layers.append(layer)
@@ -116,7 +132,10 @@ class Eagle3(OwnKeysChain):
         return hidden, torch.cat([layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(hidden)], dim=-1)
 
     def require_reducible(self) -> None:
-        check(self.lm_head is not None, f"drafter.draft_vocab_size: the layout {self.shape.format} has no draft vocabulary; leave it out")
+        check(
+            self.lm_head is not None,
+            f"drafter.draft_vocab_size: the layout {self.shape.format} has no draft vocabulary; leave it out",
+        )
 
     @property
     def teacher_vocabulary(self) -> int:

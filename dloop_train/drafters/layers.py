@@ -54,7 +54,7 @@ class Rotary(nn.Module):
         if rope.kind == "llama3":
             frequencies = llama3_scaled(frequencies, dict(rope.scaling))
         if rope.kind == "proportional":
-            frequencies[int(rope.part * size // 2):] = 0
+            frequencies[int(rope.part * size // 2) :] = 0
         # kept in float64 and outside the state dict: bf16 frequencies would move far positions
         self.frequencies, self.turned, self.rope, self.size = frequencies, turned, rope, size
 
@@ -67,7 +67,7 @@ class Rotary(nn.Module):
     def rotate(self, heads: Tensor, places: "Places") -> Tensor:
         """[..., H, E] at places [...]"""
         cos, sin = places.tables(self, heads.dtype)
-        turned, still = heads[..., :self.turned], heads[..., self.turned:]
+        turned, still = heads[..., : self.turned], heads[..., self.turned :]
         first, second = turned.chunk(2, dim=-1)
         parts = [first * cos - second * sin, second * cos + first * sin]
         return torch.cat(parts if still.shape[-1] == 0 else [*parts, still], dim=-1)
@@ -89,7 +89,9 @@ class Places:
 
 def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
     """Llama 3's stretching of the low frequencies (rope_type llama3 of transformers)."""
-    factor, low, high, original = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    factor, low, high, original = (
+        scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
     wavelengths = 2 * torch.pi / frequencies
     blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / factor)
@@ -101,8 +103,18 @@ class Attention(nn.Module):
     def __init__(self, sizes: LayerSizes, width: int, *, lent_keys: bool = False):
         super().__init__()
         parts, bias = sizes.parts, sizes.attention_bias
-        self.heads, self.groups, self.size, self.eps = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim, sizes.rms_norm_eps
-        self.window, self.causal, self.gated, self.value_norm = sizes.window, sizes.causal, parts.output_gate, parts.value_norm
+        self.heads, self.groups, self.size, self.eps = (
+            sizes.num_attention_heads,
+            sizes.num_key_value_heads,
+            sizes.head_dim,
+            sizes.rms_norm_eps,
+        )
+        self.window, self.causal, self.gated, self.value_norm = (
+            sizes.window,
+            sizes.causal,
+            parts.output_gate,
+            parts.value_norm,
+        )
         self.scale = 1.0 if parts.unit_scale else self.size**-0.5
         self.q_proj = nn.Linear(width, self.heads * self.size * (2 if parts.output_gate else 1), bias=bias)
         self.o_proj = nn.Linear(self.heads * self.size, sizes.hidden_size, bias=bias)
@@ -142,7 +154,9 @@ class MLP(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         gate = self.gate_proj(rows)
-        return self.down_proj((F.gelu(gate, approximate="tanh") if self.approximate else F.silu(gate)) * self.up_proj(rows))
+        return self.down_proj(
+            (F.gelu(gate, approximate="tanh") if self.approximate else F.silu(gate)) * self.up_proj(rows)
+        )
 
 
 class DecoderLayer(nn.Module):

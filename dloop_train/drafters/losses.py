@@ -20,23 +20,31 @@ class _GradientInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, chunk, chunks, num_rows, *tensors):
         rows, weights = tensors[:num_rows], tensors[num_rows:]
-        wanted = ctx.needs_input_grad[4:4 + num_rows]
-        learned = [weight for weight, needed in zip(weights, ctx.needs_input_grad[4 + num_rows:], strict=True) if needed]
+        wanted = ctx.needs_input_grad[4 : 4 + num_rows]
+        learned = [
+            weight for weight, needed in zip(weights, ctx.needs_input_grad[4 + num_rows :], strict=True) if needed
+        ]
         sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in learned]
         total, metrics, pieces = None, None, []
         for start in range(0, chunks * chunk, chunk):
-            part = [row[start:start + chunk].detach().requires_grad_(needed) for row, needed in zip(rows, wanted, strict=True)]
+            part = [
+                row[start : start + chunk].detach().requires_grad_(needed)
+                for row, needed in zip(rows, wanted, strict=True)
+            ]
             with torch.enable_grad():
                 # as views: hooks on modules, such as a FLOP counter's, cannot take leaves here
                 loss, measured = function(*(row.view_as(row) for row in part))
             asked = [row for row, needed in zip(part, wanted, strict=True) if needed]
             gradients = torch.autograd.grad(loss, [*asked, *learned], allow_unused=True, materialize_grads=True)
-            pieces.append(gradients[:len(asked)])
-            for added, gradient in zip(sums, gradients[len(asked):], strict=True):
+            pieces.append(gradients[: len(asked)])
+            for added, gradient in zip(sums, gradients[len(asked) :], strict=True):
                 added += gradient
             total = loss.detach() if total is None else total + loss.detach()
             metrics = measured if metrics is None else metrics + measured
-        ctx.save_for_backward(*(torch.cat(parts) for parts in zip(*pieces, strict=True)), *(added.to(weight.dtype) for added, weight in zip(sums, learned, strict=True)))
+        ctx.save_for_backward(
+            *(torch.cat(parts) for parts in zip(*pieces, strict=True)),
+            *(added.to(weight.dtype) for added, weight in zip(sums, learned, strict=True)),
+        )
         ctx.mark_non_differentiable(metrics)
         return total, metrics
 
@@ -46,7 +54,9 @@ class _GradientInForward(torch.autograd.Function):
         return None, None, None, None, *(next(scaled) if needed else None for needed in ctx.needs_input_grad[4:])
 
 
-def over_rows(function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_weights: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+def over_rows(
+    function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_weights: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:
     """(sum of losses, sum of metrics) of function(*rows) in chunks of rows; `head_weights` are the parameters that the function reads, trained or not.
 
     Where ZeRO-3 has divided the head's weights each chunk gathers them, so that all ranks run as many, empty ones at the end.
@@ -60,8 +70,10 @@ def over_rows(function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_
         return _GradientInForward.apply(function, chunk, chunks, len(rows), *rows, *head_weights)
     total, metrics = None, None
     for start in range(0, chunks * chunk, chunk):
-        part = [tensor[start:start + chunk] for tensor in rows]
-        loss, measured = checkpoint(function, *part, use_reentrant=False) if torch.is_grad_enabled() else function(*part)
+        part = [tensor[start : start + chunk] for tensor in rows]
+        loss, measured = (
+            checkpoint(function, *part, use_reentrant=False) if torch.is_grad_enabled() else function(*part)
+        )
         total = loss if total is None else total + loss
         metrics = measured if metrics is None else metrics + measured
     return total, metrics
@@ -72,8 +84,16 @@ def divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights: Tensor, *, max_rows: int, head_weights: tuple[Tensor, ...] = (),
-               extra: tuple[Tensor, ...] = ()) -> StageLoss:
+def stage_loss(
+    function: Callable,
+    hidden: Tensor,
+    labels: Labels,
+    slot_weights: Tensor,
+    *,
+    max_rows: int,
+    head_weights: tuple[Tensor, ...] = (),
+    extra: tuple[Tensor, ...] = (),
+) -> StageLoss:
     """A weighted sum over the supervised slots alone; `hidden` is [B, N, k, D].
 
     function(hidden [R, D], tokens [R], teacher [R, D], weights [R], slots [R], *rows of extra [B, N, k, ...]) -> (loss sum,
@@ -89,13 +109,23 @@ def stage_loss(function: Callable, hidden: Tensor, labels: Labels, slot_weights:
     k = hidden.shape[2]
     if not (labels.mask > 0).any():
         metrics = metrics * 0
-    return StageLoss(total, weights.sum(), {"accuracy": (metrics[:k], metrics[k:2 * k]), "loss": (metrics[2 * k], metrics[k:2 * k].sum())})
+    return StageLoss(
+        total,
+        weights.sum(),
+        {"accuracy": (metrics[:k], metrics[k : 2 * k]), "loss": (metrics[2 * k], metrics[k : 2 * k].sum())},
+    )
 
 
 def by_slot(correct: Tensor, slots: Tensor, k: int, losses: Tensor) -> Tensor:
     """Metrics of rows as one vector that adds up over chunks. [2 k + 1]"""
     counts = torch.bincount(slots, minlength=k).float()
-    return torch.cat([torch.bincount(slots, weights=correct.float(), minlength=k).float(), counts, losses.detach().float().sum()[None]])
+    return torch.cat(
+        [
+            torch.bincount(slots, weights=correct.float(), minlength=k).float(),
+            counts,
+            losses.detach().float().sum()[None],
+        ]
+    )
 
 
 def hits(logits: Tensor, tokens: Tensor, known: Tensor | None = None) -> Tensor:
@@ -156,7 +186,15 @@ WIDE = 6
 """Tensors of [rows, V] in at least fp32 that a row loss holds at once, forward or backward: at most."""
 
 
-def row_losses(logits: Tensor, tokens: Tensor, teacher: Tensor | None = None, *, hard: float = 0.0, soft: float = 0.0, apart: float = 0.0) -> tuple[Tensor, Tensor]:
+def row_losses(
+    logits: Tensor,
+    tokens: Tensor,
+    teacher: Tensor | None = None,
+    *,
+    hard: float = 0.0,
+    soft: float = 0.0,
+    apart: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """A mixture of hard cross-entropy, soft cross-entropy against the teacher's distribution and total variation; and the latter by itself.
 
     Total variation is half the L1 distance of the two distributions: how often rejection sampling would refuse. [R, V], [R],

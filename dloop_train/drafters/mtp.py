@@ -47,8 +47,16 @@ class MTPConfig(ChainConfig):
         return Reads(last_hidden=True)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> MTPShape:
-        return MTPShape(format=self.format, layers=layers_for(target.text_config, "qwen3_5", 1), taps=(), num_target_layers=target.num_layers,
-                        vocab_size=target.vocab_size, target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size, state="post_norm")
+        return MTPShape(
+            format=self.format,
+            layers=layers_for(target.text_config, "qwen3_5", 1),
+            taps=(),
+            num_target_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=target.vocab_size,
+            state="post_norm",
+        )
 
     def build(self, shape: MTPShape, head: TargetHead | None) -> "MTP":
         return MTP(shape, head, k=self.tokens_per_stage, decay=self.decay)

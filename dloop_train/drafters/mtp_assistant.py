@@ -44,7 +44,9 @@ class AssistantShape(ChainShape):
 
     def facts_of(self, target: TargetSpec, taps) -> dict:
         lent = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)
-        turned = tuple(read_rope(target.text_config, FULL if shared.window is None else SLIDING) for shared in target.shared_kv)
+        turned = tuple(
+            read_rope(target.text_config, FULL if shared.window is None else SLIDING) for shared in target.shared_kv
+        )
         return super().facts_of(target, ()) | {"shared_kv": lent, "ropes": turned}
 
 
@@ -70,8 +72,14 @@ class AssistantConfig(ChainConfig):
     def __post_init__(self):
         super().__post_init__()
         self.format = self.format or "gemma4_assistant"
-        check(self.draft_position in POSITIONS, f"drafter.draft_position must be one of {POSITIONS}, got {self.draft_position!r}")
-        check(not self.taps, "mtp_assistant drafters read the target's keys and values and no taps; leave drafter.taps out")
+        check(
+            self.draft_position in POSITIONS,
+            f"drafter.draft_position must be one of {POSITIONS}, got {self.draft_position!r}",
+        )
+        check(
+            not self.taps,
+            "mtp_assistant drafters read the target's keys and values and no taps; leave drafter.taps out",
+        )
 
     def reads(self, taps: list[int]) -> Reads:
         return Reads(shared_kv=True, last_hidden=True)
@@ -84,22 +92,50 @@ class AssistantConfig(ChainConfig):
 
     def shape(self, target: TargetSpec, taps: list[int]) -> AssistantShape:
         """All but the last layer attend to the target's last sliding layer, the last one to its last full one."""
-        check(bool(target.shared_kv), f"an assistant reads the target's keys and values, and {target.name} has no layer of softmax attention; choose another drafter")
+        check(
+            bool(target.shared_kv),
+            f"an assistant reads the target's keys and values, and {target.name} has no layer of softmax attention; choose another drafter",
+        )
         sliding, full = target.shared_kv
         layers = (self.layer_on(target, sliding),) * (self.layers - 1) + (self.layer_on(target, full),)
-        return AssistantShape(format=self.format, layers=layers, taps=(), num_target_layers=None, vocab_size=target.vocab_size,
-                              target_hidden_size=target.hidden_size, draft_vocab_size=target.vocab_size, state="post_norm")
+        return AssistantShape(
+            format=self.format,
+            layers=layers,
+            taps=(),
+            num_target_layers=None,
+            vocab_size=target.vocab_size,
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=target.vocab_size,
+            state="post_norm",
+        )
 
     def layer_on(self, target: TargetSpec, shared: SharedKV) -> LayerSizes:
         config = target.text_config
         kind = FULL if shared.window is None else SLIDING
-        return LayerSizes(architecture="gemma4", hidden_size=self.hidden_size, intermediate_size=self.intermediate_size or 4 * self.hidden_size,
-                          num_attention_heads=config["num_attention_heads"], num_key_value_heads=shared.groups, head_dim=shared.size,
-                          rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings") or 4096,
-                          keys_are_values=kind == FULL and bool(config.get("attention_k_eq_v")), window=shared.window, causal=shared.window is not None)
+        return LayerSizes(
+            architecture="gemma4",
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size or 4 * self.hidden_size,
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=shared.groups,
+            head_dim=shared.size,
+            rms_norm_eps=config["rms_norm_eps"],
+            rope=read_rope(config, kind),
+            max_position_embeddings=config.get("max_position_embeddings") or 4096,
+            keys_are_values=kind == FULL and bool(config.get("attention_k_eq_v")),
+            window=shared.window,
+            causal=shared.window is not None,
+        )
 
     def build(self, shape: AssistantShape, head: TargetHead | None) -> "Assistant":
-        return Assistant(shape, head, k=self.tokens_per_stage, decay=self.decay, position=self.draft_position, train_embedding=self.train_embedding)
+        return Assistant(
+            shape,
+            head,
+            k=self.tokens_per_stage,
+            decay=self.decay,
+            position=self.draft_position,
+            train_embedding=self.train_embedding,
+        )
 
 
 class Assistant(ChainDrafter):
@@ -110,22 +146,36 @@ class Assistant(ChainDrafter):
 
     shape: AssistantShape
 
-    def __init__(self, shape: AssistantShape, head: TargetHead | None, *, k: int, decay: float, position: str, train_embedding: bool):
+    def __init__(
+        self,
+        shape: AssistantShape,
+        head: TargetHead | None,
+        *,
+        k: int,
+        decay: float,
+        position: str,
+        train_embedding: bool,
+    ):
         super().__init__(shape, head, k=k, decay=decay)
         self.position = position
         self.pre_projection = nn.Linear(2 * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.post_projection = nn.Linear(shape.hidden_size, shape.target_hidden_size, bias=False)
-        self.embed_tokens = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)  # an embedding's table, used as the lm_head alone
+        self.embed_tokens = nn.Linear(
+            shape.hidden_size, shape.vocab_size, bias=False
+        )  # an embedding's table, used as the lm_head alone
         self.embed_tokens.weight.requires_grad_(train_embedding)
         self.layers.extend(DecoderLayer(sizes, shape.hidden_size, lent_keys=True) for sizes in shape.layers)
 
     def initialise(self, target: Target) -> None:
         """Its embedding starts as the target's in the D directions that tell most of it, and its states in the same directions."""
         ours, theirs = self.shape.hidden_size, self.shape.target_hidden_size
-        check(ours <= theirs, f"an assistant from scratch starts from the target's embedding, so drafter.hidden_size may be at most {theirs}, got {ours}")
+        check(
+            ours <= theirs,
+            f"an assistant from scratch starts from the target's embedding, so drafter.hidden_size may be at most {theirs}, got {ours}",
+        )
         table = target.lm_head.weight.double()
         _, directions = torch.linalg.eigh(table.T @ table)
-        directions = directions[:, -self.shape.hidden_size:].to(self.embed_tokens.weight)  # [D_target, D], orthonormal
+        directions = directions[:, -self.shape.hidden_size :].to(self.embed_tokens.weight)  # [D_target, D], orthonormal
         self.embed_tokens.weight.copy_(target.lm_head.weight @ directions)
         self.pre_projection.weight.copy_(torch.cat([directions.T, directions.T], dim=1))
         self.post_projection.weight.copy_(directions)
@@ -133,14 +183,19 @@ class Assistant(ChainDrafter):
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
         """The target's own keys and values: of its last sliding layer, of its last full one; and its normed hidden state."""
         *lent, hidden = context.features.split(self.row_parts(), dim=-1)
-        rows = [part.unflatten(-1, (groups, size)) for part, (groups, size, _) in zip(lent, (kv for kv in self.shape.shared_kv for _ in range(2)), strict=True)]
+        rows = [
+            part.unflatten(-1, (groups, size))
+            for part, (groups, size, _) in zip(lent, (kv for kv in self.shape.shared_kv for _ in range(2)), strict=True)
+        ]
         return (KV(rows[0], rows[1]), KV(rows[2], rows[3])), hidden
 
     def row_parts(self) -> list[int]:
         widths = [groups * size for groups, size, _ in self.shape.shared_kv for _ in range(2)]
         return [*widths, self.shape.target_hidden_size]
 
-    def advance(self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None) -> tuple[Tensor, None]:
+    def advance(
+        self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None
+    ) -> tuple[Tensor, None]:
         rows = self.pre_projection(torch.cat([self.embed(tokens), fed], dim=-1))[:, :, None]
         start = state.origin - state.first
         places = Places((start - 1 if self.position == "last_kv" else start)[..., None])  # [B, N, 1]
@@ -159,5 +214,9 @@ class Assistant(ChainDrafter):
         return self.embed_tokens(normed)
 
     def flops(self) -> Flops:
-        return self.chain_flops(context=Work(), one=linear_work(self.pre_projection, self.post_projection, self.layers), has_own=False,
-                                row=linear_work(self.embed_tokens))
+        return self.chain_flops(
+            context=Work(),
+            one=linear_work(self.pre_projection, self.post_projection, self.layers),
+            has_own=False,
+            row=linear_work(self.embed_tokens),
+        )

@@ -31,7 +31,9 @@ ARCHITECTURES = {
     "llama": Parts(),
     "qwen3": Parts(head_norms=True),
     "qwen3_5": Parts(head_norms=True, norm="zero_centred", output_gate=True),
-    "gemma4": Parts(head_norms=True, norm="precise", activation="gelu_pytorch_tanh", sandwich=True, value_norm=True, unit_scale=True),
+    "gemma4": Parts(
+        head_norms=True, norm="precise", activation="gelu_pytorch_tanh", sandwich=True, value_norm=True, unit_scale=True
+    ),
 }
 
 
@@ -80,9 +82,14 @@ class LayerSizes:
     """Slots of a block see only those before them."""
 
     def __post_init__(self):
-        check(self.num_attention_heads % self.num_key_value_heads == 0,
-              f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {self.num_key_value_heads}")
-        check(self.rope.turned(self.head_dim) % 2 == 0, f"rotary positions turn pairs; of head_dim {self.head_dim} they would turn {self.rope.turned(self.head_dim)}")
+        check(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {self.num_key_value_heads}",
+        )
+        check(
+            self.rope.turned(self.head_dim) % 2 == 0,
+            f"rotary positions turn pairs; of head_dim {self.head_dim} they would turn {self.rope.turned(self.head_dim)}",
+        )
         check(self.window is None or self.window >= 1, f"sliding_window must be positive, got {self.window}")
 
     @property
@@ -93,14 +100,19 @@ class LayerSizes:
 # Reading
 
 
-def read_layers(config: dict, architecture: str, kinds: Sequence[str], *, causal: bool | None = None) -> tuple[LayerSizes, ...]:
+def read_layers(
+    config: dict, architecture: str, kinds: Sequence[str], *, causal: bool | None = None
+) -> tuple[LayerSizes, ...]:
     """A layer for each kind (full_attention | sliding_attention), from a config.json of transformers 4 or 5.
 
     `causal` is what the file says of blocks; None means the usual: sliding layers are causal, full ones are not.
     """
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     wanted = ARCHITECTURES[architecture].activation
-    check(activation == wanted, f"hidden_act {activation!r} is not supported; {wanted} was expected of {architecture} layers")
+    check(
+        activation == wanted,
+        f"hidden_act {activation!r} is not supported; {wanted} was expected of {architecture} layers",
+    )
     unknown = sorted(set(kinds) - {FULL, SLIDING})
     check(not unknown, f"layer_types has {unknown}; {FULL} and {SLIDING} are supported")
     return tuple(read_layer(config, architecture, kind, causal) for kind in kinds)
@@ -118,11 +130,20 @@ def read_layer(config: dict, architecture: str, kind: str, causal: bool | None) 
     own = own_sizes(config, kind) if architecture == "gemma4" else config
     heads = config["num_attention_heads"]
     return LayerSizes(
-        architecture=architecture, hidden_size=config["hidden_size"], intermediate_size=config["intermediate_size"], num_attention_heads=heads,
-        num_key_value_heads=own.get("num_key_value_heads") or heads, head_dim=own.get("head_dim") or config["hidden_size"] // heads,
-        rms_norm_eps=config["rms_norm_eps"], rope=read_rope(config, kind), max_position_embeddings=config.get("max_position_embeddings") or 4096,
-        attention_bias=bool(config.get("attention_bias")), keys_are_values=architecture == "gemma4" and kind == FULL and bool(config.get("attention_k_eq_v")),
-        window=window, causal=window is not None if causal is None else causal)
+        architecture=architecture,
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=own.get("num_key_value_heads") or heads,
+        head_dim=own.get("head_dim") or config["hidden_size"] // heads,
+        rms_norm_eps=config["rms_norm_eps"],
+        rope=read_rope(config, kind),
+        max_position_embeddings=config.get("max_position_embeddings") or 4096,
+        attention_bias=bool(config.get("attention_bias")),
+        keys_are_values=architecture == "gemma4" and kind == FULL and bool(config.get("attention_k_eq_v")),
+        window=window,
+        causal=window is not None if causal is None else causal,
+    )
 
 
 def window_of(config: dict) -> int | None:
@@ -153,13 +174,29 @@ def read_rope(config: dict, kind: str = FULL) -> Rope:
     nested = nested.get(kind) or nested
     flat, inner = config.get("rope_theta"), nested.get("rope_theta")
     theta = flat if inner is None else inner
-    check(theta is not None, "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value")
-    check(flat is None or float(flat) == float(theta), f"config.json has rope_theta {flat} at the top level and {theta} in rope_parameters")
+    check(
+        theta is not None,
+        "config.json has rope_theta neither at the top level nor in rope_parameters; add the target's value",
+    )
+    check(
+        flat is None or float(flat) == float(theta),
+        f"config.json has rope_theta {flat} at the top level and {theta} in rope_parameters",
+    )
     kinds = {place.get("rope_type") or place.get("type") for place in (scaling, nested)} - {None}
-    check(len(kinds) <= 1, f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; keep the one that the weights were trained with")
+    check(
+        len(kinds) <= 1,
+        f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; keep the one that the weights were trained with",
+    )
     named = next(iter(kinds), "default")
-    check(named in ("default", "llama3", "proportional"), f"rope_type {named!r} is not supported; default, llama3 and proportional are")
-    numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings") if named == "llama3" else ()
+    check(
+        named in ("default", "llama3", "proportional"),
+        f"rope_type {named!r} is not supported; default, llama3 and proportional are",
+    )
+    numbers = (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if named == "llama3"
+        else ()
+    )
     required(nested | scaling, *numbers)
     # The inner factor counts: transformers 5.17 also writes its class's own default at the top level.
     part = nested.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
@@ -171,7 +208,9 @@ def architecture_of(text_config: dict) -> str:
     for name in ("qwen3_5", "gemma4", "qwen3", "llama"):
         if text_config["model_type"].startswith(name):
             return name
-    raise ValueError(f"model_type {text_config['model_type']!r} is not known; drafters know the layers of {sorted(ARCHITECTURES)}")
+    raise ValueError(
+        f"model_type {text_config['model_type']!r} is not known; drafters know the layers of {sorted(ARCHITECTURES)}"
+    )
 
 
 def layers_for(text_config: dict, architecture: str, count: int) -> tuple[LayerSizes, ...]:
@@ -180,7 +219,9 @@ def layers_for(text_config: dict, architecture: str, count: int) -> tuple[LayerS
         return read_layers(text_config, architecture, [FULL] * count)
     rope = read_rope(text_config)
     foreign = text_config | {"hidden_act": ARCHITECTURES[architecture].activation, "hidden_activation": None}
-    rope = replace(rope, kind="llama3" if rope.kind == "llama3" else "default", part=1.0)  # a part of a head turns only in the target's own layers
+    rope = replace(
+        rope, kind="llama3" if rope.kind == "llama3" else "default", part=1.0
+    )  # a part of a head turns only in the target's own layers
     return tuple(replace(layer, rope=rope) for layer in read_layers(foreign, architecture, [FULL] * count))
 
 
@@ -194,31 +235,62 @@ def public_sizes(layers: Sequence[LayerSizes]) -> dict:
 
 def common_sizes(layers: Sequence[LayerSizes]) -> dict:
     first, windows = layers[0], [layer.window for layer in layers if layer.window is not None]
-    return {"hidden_size": first.hidden_size, "intermediate_size": first.intermediate_size, "num_attention_heads": first.num_attention_heads,
-            "num_hidden_layers": len(layers), "rms_norm_eps": first.rms_norm_eps, "attention_bias": first.attention_bias, "attention_dropout": 0.0,
-            "max_position_embeddings": first.max_position_embeddings, "initializer_range": 0.02, "use_cache": True,
-            "layer_types": [FULL if layer.window is None else SLIDING for layer in layers], "sliding_window": windows[0] if windows else None}
+    return {
+        "hidden_size": first.hidden_size,
+        "intermediate_size": first.intermediate_size,
+        "num_attention_heads": first.num_attention_heads,
+        "num_hidden_layers": len(layers),
+        "rms_norm_eps": first.rms_norm_eps,
+        "attention_bias": first.attention_bias,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": first.max_position_embeddings,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "layer_types": [FULL if layer.window is None else SLIDING for layer in layers],
+        "sliding_window": windows[0] if windows else None,
+    }
 
 
 def plain_sizes(layers: Sequence[LayerSizes]) -> dict:
     """Llama's and Qwen's keys, rope both flat (transformers 4, serving engines) and nested (transformers 5)."""
     first = layers[0]
     rope = first.rope.public()
-    scaling = None if first.rope.kind == "default" else {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaling = (
+        None if first.rope.kind == "default" else {key: value for key, value in rope.items() if key != "rope_theta"}
+    )
     part = {} if first.rope.part == 1.0 else {"partial_rotary_factor": first.rope.part}
     sliding = any(layer.window is not None for layer in layers)
     return common_sizes(layers) | {
-        "num_key_value_heads": first.num_key_value_heads, "head_dim": first.head_dim, "hidden_act": "silu", "use_sliding_window": sliding,
-        "max_window_layers": len(layers), "rope_theta": first.rope.theta, "rope_scaling": scaling, "rope_parameters": rope, **part}
+        "num_key_value_heads": first.num_key_value_heads,
+        "head_dim": first.head_dim,
+        "hidden_act": "silu",
+        "use_sliding_window": sliding,
+        "max_window_layers": len(layers),
+        "rope_theta": first.rope.theta,
+        "rope_scaling": scaling,
+        "rope_parameters": rope,
+        **part,
+    }
 
 
 def gemma4_sizes(layers: Sequence[LayerSizes]) -> dict:
     """Gemma 4's keys, the full layers' sizes in global_ keys (transformers 5.10, which DeepSpec pins)."""
     full = [layer for layer in layers if layer.window is None] or list(layers)
     sliding = [layer for layer in layers if layer.window is not None] or full
-    ropes = {FULL: full[0].rope.public(), SLIDING: sliding[0].rope.public() if sliding is not full else {"rope_theta": 10000.0, "rope_type": "default"}}
+    ropes = {
+        FULL: full[0].rope.public(),
+        SLIDING: sliding[0].rope.public() if sliding is not full else {"rope_theta": 10000.0, "rope_type": "default"},
+    }
     return common_sizes(layers) | {
-        "num_key_value_heads": sliding[0].num_key_value_heads, "head_dim": sliding[0].head_dim, "global_head_dim": full[0].head_dim,
-        "num_global_key_value_heads": full[0].num_key_value_heads if full[0].keys_are_values else None, "attention_k_eq_v": full[0].keys_are_values,
-        "hidden_activation": "gelu_pytorch_tanh", "rope_parameters": ropes, "enable_moe_block": False, "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        "num_key_value_heads": sliding[0].num_key_value_heads,
+        "head_dim": sliding[0].head_dim,
+        "global_head_dim": full[0].head_dim,
+        "num_global_key_value_heads": full[0].num_key_value_heads if full[0].keys_are_values else None,
+        "attention_k_eq_v": full[0].keys_are_values,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": ropes,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+    }

@@ -16,7 +16,9 @@ def target_settings(config: Config) -> dict:
     target = asdict(config.target)
     shaping = ("name", "source", "path", "revision", "thinking", "stop_ids", "dtype")
     # Elsewhere `config` only tells a dry run the sizes.
-    return {key: target[key] for key in shaping} | {"config": target["config"] if config.target.source == "random" else {}}
+    return {key: target[key] for key in shaping} | {
+        "config": target["config"] if config.target.source == "random" else {}
+    }
 
 
 def responses(config: Config) -> Artifact:
@@ -24,15 +26,29 @@ def responses(config: Config) -> Artifact:
     generate = {name: value for name, value in asdict(config.generate).items() if not name.startswith("greedy_")}
     if isinstance(config.responder, Remote):
         generate.pop("batch_size")  # here bf16 sums depend on who stands in a batch, there nobody knows
-    return Artifact(config.root / "responses", {"target": target_settings(config), "prompts": config.prompts.settings(),
-                                                "sampling": asdict(config.target.sampling), **generate, **config.responder.settings()})
+    return Artifact(
+        config.root / "responses",
+        {
+            "target": target_settings(config),
+            "prompts": config.prompts.settings(),
+            "sampling": asdict(config.target.sampling),
+            **generate,
+            **config.responder.settings(),
+        },
+    )
 
 
 def greedy(config: Config) -> Artifact:
     """The validation and test prompts' greedy answers, in the dtype that is evaluated. A key of their own: more of them, or others, leave the training as it is."""
     target = target_settings(config) | {"dtype": config.evaluate.dtype}
-    prompts = {name: value for name, value in config.prompts.settings().items() if name != "limit"}  # it cuts training prompts alone
-    generate = {name: value for name, value in asdict(config.generate).items() if name.startswith("greedy_") or name == "max_prompt_tokens"}
+    prompts = {
+        name: value for name, value in config.prompts.settings().items() if name != "limit"
+    }  # it cuts training prompts alone
+    generate = {
+        name: value
+        for name, value in asdict(config.generate).items()
+        if name.startswith("greedy_") or name == "max_prompt_tokens"
+    }
     return Artifact(config.root / "greedy", {"target": target, "prompts": prompts, **generate})
 
 
@@ -48,8 +64,16 @@ def features(config: Config) -> Artifact:
     others = {name: True for name in ("shared_kv", "last_hidden") if getattr(wanted, name)}
     if config.features.source == "online":
         others["source"] = "online"  # never on disk: other sums in bf16 than a store's, so another training
-    return Artifact(config.root / "features", {"responses": responses(config).key, "taps": list(wanted.taps), "dtype": config.cache.dtype,
-                                               "max_length": config.train.max_length, **others})
+    return Artifact(
+        config.root / "features",
+        {
+            "responses": responses(config).key,
+            "taps": list(wanted.taps),
+            "dtype": config.cache.dtype,
+            "max_length": config.train.max_length,
+            **others,
+        },
+    )
 
 
 def reads(config: Config) -> Reads:
@@ -64,13 +88,17 @@ def taps(config: Config) -> list[int]:
         return []
     found = config.drafter.taps or config.target.taps.get(kind)
     if not found:
-        raise ValueError(f"target {config.target.name} names no taps for {kind} drafters; set drafter.taps=[...] or add target.taps.{kind}")
+        raise ValueError(
+            f"target {config.target.name} names no taps for {kind} drafters; set drafter.taps=[...] or add target.taps.{kind}"
+        )
     return list(found)
 
 
 def described(config: Config) -> dict:
     """Every setting of a run as plain values, and the keys of the data it is made from."""
-    return json.loads(json.dumps(asdict(config), default=str)) | {"data": {"responses": responses(config).key, "greedy": greedy(config).key, "features": features(config).key}}
+    return json.loads(json.dumps(asdict(config), default=str)) | {
+        "data": {"responses": responses(config).key, "greedy": greedy(config).key, "features": features(config).key}
+    }
 
 
 def run_folder(config: Config) -> Path:

@@ -56,11 +56,22 @@ def make_shards(config: Config, folder: Path) -> None:
 
     def make(number: int) -> int:
         texts = [text_of(responses[place], config.train.max_length) for place in index.of_shard(number)]
-        read = {sample.id: replace(sample, features=sample.features.cpu(), last_hidden=sample.last_hidden.cpu())
-                for sample in read_samples(target, texts, reads, dtype=as_dtype(cache.dtype), batch_tokens=cache.batch_tokens)}
+        read = {
+            sample.id: replace(sample, features=sample.features.cpu(), last_hidden=sample.last_hidden.cpu())
+            for sample in read_samples(
+                target, texts, reads, dtype=as_dtype(cache.dtype), batch_tokens=cache.batch_tokens
+            )
+        }
         write_shard(folder, number, [read[text.id] for text in texts])
         return sum(len(text.tokens) for text in texts)
-    make_files(files, [int(index.length[index.of_shard(number)].sum()) for number in range(len(files))], make, unit="token", desc="cache")
+
+    make_files(
+        files,
+        [int(index.length[index.of_shard(number)].sum()) for number in range(len(files))],
+        make,
+        unit="token",
+        desc="cache",
+    )
 
 
 def responses_of(config: Config) -> Rows[Response]:
@@ -69,7 +80,9 @@ def responses_of(config: Config) -> Rows[Response]:
 
 def index_of(config: Config, responses: Rows[Response]) -> Index:
     bytes_of_row = row_bytes(load_spec(config.target), artifacts.reads(config), config.cache.dtype)
-    return plan_shards(responses.lengths.clip(max=config.train.max_length).tolist(), bytes_of_row, config.cache.shard_bytes)
+    return plan_shards(
+        responses.lengths.clip(max=config.train.max_length).tolist(), bytes_of_row, config.cache.shard_bytes
+    )
 
 
 def shard_files(folder: Path, index: Index) -> list[Path]:
@@ -96,7 +109,13 @@ def training_source(config: Config) -> Source:
     require_source(config)
     reads = artifacts.reads(config)
     if config.features.source == "online":
-        return OnlineSource(responses_of(config), load_target(config.target), reads, dtype=as_dtype(config.cache.dtype),
-                            max_length=config.train.max_length, batch_tokens=config.cache.batch_tokens)
+        return OnlineSource(
+            responses_of(config),
+            load_target(config.target),
+            reads,
+            dtype=as_dtype(config.cache.dtype),
+            max_length=config.train.max_length,
+            batch_tokens=config.cache.batch_tokens,
+        )
     artifact = artifacts.features(config)
     return FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, reads=reads)

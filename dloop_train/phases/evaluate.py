@@ -62,14 +62,26 @@ class Setting:
 
     def row(self, k: int, rule: Rule) -> dict:
         gated = not isinstance(self.gate, Never)
-        return {"label": self.label, "drafter": self.drafter, "gated": gated, "threshold": self.gate.threshold, "k": k, "rounds": f"rounds/{self.slug}.jsonl",
-                "replayed": f"replayed/{self.slug}.jsonl", "gate_temperature": self.gate.temperature if self.gate.needs_scores else None, **rule.row()}
+        return {
+            "label": self.label,
+            "drafter": self.drafter,
+            "gated": gated,
+            "threshold": self.gate.threshold,
+            "k": k,
+            "rounds": f"rounds/{self.slug}.jsonl",
+            "replayed": f"replayed/{self.slug}.jsonl",
+            "gate_temperature": self.gate.temperature if self.gate.needs_scores else None,
+            **rule.row(),
+        }
 
 
 def run(config: Config) -> None:
     folder = artifacts.run_folder(config) / "evaluation"
     folders = drafter_folders(config)
-    check(all((path / "config.json").is_file() for path in folders.values()), f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first")
+    check(
+        all((path / "config.json").is_file() for path in folders.values()),
+        f"not every drafter of {list(map(str, folders.values()))} is there; run phases=[export] first",
+    )
     require_same_evaluation(config, folder, folders)
     if (folder / "settings.json").is_file():
         say(f"evaluate: done before, {folder}")
@@ -94,7 +106,10 @@ def drafter_folders(config: Config) -> dict[str, Path]:
     folders = {}
     if config.drafter.init != "scratch":
         folders[UNTOUCHED] = locate_drafter(config.drafter.init, config.drafter.revision)
-    extra = {label: locate_drafter(place, "main") if place.startswith("starter:") else Path(place) for label, place in config.evaluate.extra.items()}
+    extra = {
+        label: locate_drafter(place, "main") if place.startswith("starter:") else Path(place)
+        for label, place in config.evaluate.extra.items()
+    }
     return folders | extra | {TRAINED: artifacts.run_folder(config) / "drafter"}
 
 
@@ -102,14 +117,18 @@ def greedy_test_responses(config: Config) -> list[Response]:
     """The greedy test answers, of which the first evaluate.prompts are decoded live."""
     responses = list(artifacts.greedy_responses(config, "test"))
     if len(responses) < config.evaluate.prompts:
-        say(f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})")
-    check(bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split")
+        say(
+            f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})"
+        )
+    check(
+        bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split"
+    )
     return responses
 
 
 def validation_responses(config: Config) -> list[Response]:
     """What thresholds and tokens per stage are chosen on."""
-    return artifacts.greedy_responses(config, "validation")[:config.train.validate_prompts]
+    return artifacts.greedy_responses(config, "validation")[: config.train.validate_prompts]
 
 
 def settings_of(config: Config, gates: dict[str, Gate], single: int) -> list[Setting]:
@@ -129,7 +148,13 @@ def settings_of(config: Config, gates: dict[str, Gate], single: int) -> list[Set
     papers = [chosen.paper_threshold] if config.gate.by_replay and whole else []
     for threshold in dict.fromkeys([*papers, *config.evaluate.live_thresholds]):
         if threshold != chosen.threshold:
-            settings.append(Setting(f"{TRAINED} + gate {threshold:g}", TRAINED, DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature)))
+            settings.append(
+                Setting(
+                    f"{TRAINED} + gate {threshold:g}",
+                    TRAINED,
+                    DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature),
+                )
+            )
     return settings
 
 
@@ -150,12 +175,29 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
     weights = {label: weights_digest(path) for label, path in folders.items()}
     gates = {label: repr(gate_for(config, label, path)) for label, path in folders.items()}
     sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
-    made_from = {"key": key_of({"weights": weights, "evaluate": asdict(config.evaluate), "validation": config.train.validate_prompts, "drafter": asdict(config.drafter),
-                                "greedy": artifacts.greedy(config).key, "gates": gates, **sampled})}
+    made_from = {
+        "key": key_of(
+            {
+                "weights": weights,
+                "evaluate": asdict(config.evaluate),
+                "validation": config.train.validate_prompts,
+                "drafter": asdict(config.drafter),
+                "greedy": artifacts.greedy(config).key,
+                "gates": gates,
+                **sampled,
+            }
+        )
+    }
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
         say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
-        for old in [folder / "settings.json", folder / SINGLE, folder / THRESHOLDS, *folder.glob("rounds/*.jsonl"), *folder.glob("replayed/*.jsonl")]:  # settings.json says "done", so it goes first
+        for old in [
+            folder / "settings.json",
+            folder / SINGLE,
+            folder / THRESHOLDS,
+            *folder.glob("rounds/*.jsonl"),
+            *folder.glob("replayed/*.jsonl"),
+        ]:  # settings.json says "done", so it goes first
             old.unlink(missing_ok=True)
     write_atomic(path, json.dumps(made_from))
 
@@ -164,7 +206,14 @@ def load_for(target: Target, folder: Path, config: Config, k: int = 0) -> Drafte
     """A drafter with its own tokens per stage, or with k."""
     settings = config.drafter.as_exported(read_config(folder).get(SECTION, {}))
     settings = settings.drafting(k) if k else settings
-    drafter = load_drafter(folder, settings, TargetHead.of(target), dtype=as_dtype(config.evaluate.dtype), target=target.spec, taps=artifacts.taps(config))
+    drafter = load_drafter(
+        folder,
+        settings,
+        TargetHead.of(target),
+        dtype=as_dtype(config.evaluate.dtype),
+        target=target.spec,
+        taps=artifacts.taps(config),
+    )
     return drafter.to(target.device).eval()
 
 
@@ -181,9 +230,12 @@ class Evaluation:
 
     def run(self) -> None:
         settings = settings_of(self.config, self.gates(), self.single_stage())
-        self.decode_live(settings, self.responses[:self.config.evaluate.prompts])
+        self.decode_live(settings, self.responses[: self.config.evaluate.prompts])
         self.replay(settings)
-        rows = [setting.row(self.drafter(*setting.loaded_as).k if setting.drafter else 0, self.config.rule) for setting in settings]
+        rows = [
+            setting.row(self.drafter(*setting.loaded_as).k if setting.drafter else 0, self.config.rule)
+            for setting in settings
+        ]
         write_atomic(self.folder / "settings.json", json.dumps(rows, indent=1))
 
     def drafter(self, label: str | None, k: int = 0) -> Drafter | None:
@@ -207,10 +259,20 @@ class Evaluation:
         prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
         return dict(zip(wanted, measure_all(self.target, list(wanted.values()), prompts), strict=True))
 
-    def records(self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int, thresholds: Sequence[float] = ()) -> list[Replay]:
+    def records(
+        self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int, thresholds: Sequence[float] = ()
+    ) -> list[Replay]:
         """Replays that every threshold of evaluate.thresholds and of `thresholds` can be read from."""
-        return replay_all(self.target, drafter, responses, gate, [*self.config.evaluate.thresholds, *thresholds], self.beyond, stages=stages,
-                          max_new_tokens=self.config.generate.greedy_max_new_tokens)
+        return replay_all(
+            self.target,
+            drafter,
+            responses,
+            gate,
+            [*self.config.evaluate.thresholds, *thresholds],
+            self.beyond,
+            stages=stages,
+            max_new_tokens=self.config.generate.greedy_max_new_tokens,
+        )
 
     # The best single stage
 
@@ -222,8 +284,16 @@ class Evaluation:
         if not path.is_file():
             label = next(iter(self.folders))
             tried = sorted({*self.config.evaluate.single_stages, self.drafter(label).k})
-            found = [{"k": k, **self.predicted_single(label, k, responses)} for k in tqdm(tried, desc="single stages", unit="k")]
-            write_atomic(path, json.dumps({"best": max(found, key=lambda one: one["tokens_per_second"])["k"], "found": found}, indent=1))
+            found = [
+                {"k": k, **self.predicted_single(label, k, responses)}
+                for k in tqdm(tried, desc="single stages", unit="k")
+            ]
+            write_atomic(
+                path,
+                json.dumps(
+                    {"best": max(found, key=lambda one: one["tokens_per_second"])["k"], "found": found}, indent=1
+                ),
+            )
         return json.loads(path.read_text())["best"]
 
     def predicted_single(self, label: str, k: int, responses: list[Response]) -> dict:
@@ -243,13 +313,22 @@ class Evaluation:
         if not (gate.by_replay and replayable(responses)):
             return {}
         if not path.is_file():
-            found = {label: self.fastest_threshold(self.drafter(label), responses) for label in tqdm(self.config.evaluate.extra, desc="thresholds", unit="drafter")}
+            found = {
+                label: self.fastest_threshold(self.drafter(label), responses)
+                for label in tqdm(self.config.evaluate.extra, desc="thresholds", unit="drafter")
+            }
             write_atomic(path, json.dumps(found, indent=1))
         return json.loads(path.read_text())
 
     def fastest_threshold(self, drafter: Drafter, responses: list[Response]) -> float:
         gate, stages = self.config.gate, self.config.evaluate.replay_stages
-        points = sweep(self.records(drafter, responses, gate, stages), candidates(gate, self.config.evaluate.thresholds), self.costs(drafter), drafter.k, gate.max_stages)
+        points = sweep(
+            self.records(drafter, responses, gate, stages),
+            candidates(gate, self.config.evaluate.thresholds),
+            self.costs(drafter),
+            drafter.k,
+            gate.max_stages,
+        )
         return fastest(points["sweep"], gate.paper_threshold)["threshold"]
 
     # Live
@@ -276,7 +355,9 @@ class Evaluation:
         busy = disturbed([[found[number] for number in whole] for found in rows.values()]) if whole else []
         again = [whole[place] for place in busy if "again" not in rows[PLAIN][whole[place]]]
         if again:
-            say(f"evaluate: the machine was busy during {len(again)} of {len(responses)} prompts; they are decoded once more")
+            say(
+                f"evaluate: the machine was busy during {len(again)} of {len(responses)} prompts; they are decoded once more"
+            )
         for number in tqdm(again, desc="evaluate again", unit="prompt", disable=not again):
             decoded = self.decode_prompt(settings, responses[number])
             for setting in settings:
@@ -288,8 +369,12 @@ class Evaluation:
         """A prompt under every setting, by label."""
         found, texts = {}, {}
         for setting in settings:
-            row, texts[setting.label] = decode_one(self.config, self.target, self.drafter(*setting.loaded_as), setting, response)
-            found[setting.label] = row | compared(self.config.rule, self.target, response, texts[PLAIN], texts[setting.label])
+            row, texts[setting.label] = decode_one(
+                self.config, self.target, self.drafter(*setting.loaded_as), setting, response
+            )
+            found[setting.label] = row | compared(
+                self.config.rule, self.target, response, texts[PLAIN], texts[setting.label]
+            )
         return found
 
     # Replay
@@ -301,16 +386,28 @@ class Evaluation:
         for setting in tqdm(settings[1:], desc="replay", unit="setting"):
             drafter = self.drafter(*setting.loaded_as)
             if setting.loaded_as not in records:
-                gate, stages = (Never(max_stages=1), 1) if setting.k else (self.config.gate, self.config.evaluate.replay_stages)
+                gate, stages = (
+                    (Never(max_stages=1), 1) if setting.k else (self.config.gate, self.config.evaluate.replay_stages)
+                )
                 records[setting.loaded_as] = self.records(drafter, self.responses, gate, stages, deployed)
                 costs[setting.loaded_as] = self.costs(drafter)
                 if not setting.k:
                     swept[setting.drafter] = self.sweep(drafter, records[setting.loaded_as], costs[setting.loaded_as])
-            write_jsonl(self.folder / "replayed" / f"{setting.slug}.jsonl",
-                        simulated_rows(replayable(self.responses), records[setting.loaded_as], setting.gate, costs[setting.loaded_as]))
-        write_jsonl(self.folder / "replayed" / f"{settings[0].slug}.jsonl", plain_rows(replayable(self.responses), next(iter(costs.values()))))
+            write_jsonl(
+                self.folder / "replayed" / f"{setting.slug}.jsonl",
+                simulated_rows(
+                    replayable(self.responses), records[setting.loaded_as], setting.gate, costs[setting.loaded_as]
+                ),
+            )
+        write_jsonl(
+            self.folder / "replayed" / f"{settings[0].slug}.jsonl",
+            plain_rows(replayable(self.responses), next(iter(costs.values()))),
+        )
         write_atomic(self.folder / "replay.json", json.dumps(swept, indent=1))
-        write_atomic(self.folder / "costs.json", json.dumps({label: table.row() for (label, k), table in costs.items() if not k}, indent=1))
+        write_atomic(
+            self.folder / "costs.json",
+            json.dumps({label: table.row() for (label, k), table in costs.items() if not k}, indent=1),
+        )
 
     def sweep(self, drafter: Drafter, records: list[Replay], costs: Costs) -> dict:
         return sweep(records, self.config.evaluate.thresholds, costs, drafter.k, self.config.gate.max_stages)
@@ -326,31 +423,58 @@ def read_partial(folder: Path, setting: Setting) -> list[dict]:
     return read_jsonl(path) if path.is_file() else []
 
 
-def decode_one(config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response) -> tuple[dict, list[int]]:
+def decode_one(
+    config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response
+) -> tuple[dict, list[int]]:
     """One response as a record. The clock starts at the end of the first draft, as in z-lab's protocol."""
-    emissions = list(decode(target, drafter, setting.gate, response.prompt_ids, max_new_tokens=config.evaluate.max_new_tokens, rule=config.rule,
-                            chance=Chance(config.rule.seed, response.id)))
+    emissions = list(
+        decode(
+            target,
+            drafter,
+            setting.gate,
+            response.prompt_ids,
+            max_new_tokens=config.evaluate.max_new_tokens,
+            rule=config.rule,
+            chance=Chance(config.rule.seed, response.id),
+        )
+    )
     text = [token for emission in emissions for token in emission.tokens]
-    rounds = [asdict(emission.round) | {"tokens": emission.tokens} for emission in emissions if emission.round is not None]
+    rounds = [
+        asdict(emission.round) | {"tokens": emission.tokens} for emission in emissions if emission.round is not None
+    ]
     return record_of(response, len(text), rounds) | {"first_token": text[0]}, text
 
 
 def record_of(response: Response, tokens: int, rounds: list[dict]) -> dict:
     """A response's row, with the time from the end of the first draft on."""
-    seconds = sum(sum(one["seconds"].values()) for one in rounds) - (rounds[0]["seconds"].get("draft_first", 0.0) if rounds else 0.0)
-    return {"id": response.id, "category": response.category, "prompt_tokens": len(response.prompt_ids), "tokens": tokens, "seconds": seconds, "rounds": rounds}
+    seconds = sum(sum(one["seconds"].values()) for one in rounds) - (
+        rounds[0]["seconds"].get("draft_first", 0.0) if rounds else 0.0
+    )
+    return {
+        "id": response.id,
+        "category": response.category,
+        "prompt_tokens": len(response.prompt_ids),
+        "tokens": tokens,
+        "seconds": seconds,
+        "rounds": rounds,
+    }
 
 
 def simulated_rows(responses: list[Response], records: list[Replay], gate: Gate, costs: Costs) -> list[dict]:
     """Simulated rounds in the form of decoded ones; their seconds are those of the cost table."""
     parts = partial(costs.parts, gated=gate.needs_scores)
-    return [record_of(response, record.length, [asdict(one) | {"seconds": parts(one)} for one in walk_gate(record, gate)])
-            for response, record in zip(responses, records, strict=True)]
+    return [
+        record_of(response, record.length, [asdict(one) | {"seconds": parts(one)} for one in walk_gate(record, gate)])
+        for response, record in zip(responses, records, strict=True)
+    ]
 
 
 def plain_rows(responses: list[Response], costs: Costs) -> list[dict]:
     step = asdict(Round(0, 0, 0, 1, (), {"verify": costs.plain}))
-    return [record_of(response, len(response.response_ids), [step] * (len(response.response_ids) - 1)) for response in responses]
+    return [
+        record_of(response, len(response.response_ids), [step] * (len(response.response_ids) - 1))
+        for response in responses
+    ]
 
 
 def compared(rule: Rule, target: Target, response: Response, plain: list[int], text: list[int]) -> dict:

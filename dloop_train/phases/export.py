@@ -8,7 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from dloop_train import __version__
-from dloop_train.checkpoints.files import SECTION, check_export, layout_modules, locate_drafter, read_config, save_drafter
+from dloop_train.checkpoints.files import (
+    SECTION,
+    check_export,
+    layout_modules,
+    locate_drafter,
+    read_config,
+    save_drafter,
+)
 from dloop_train.config import Config, check
 from dloop_train.decoding.gates import Gate
 from dloop_train.drafters.base import Drafter
@@ -47,8 +54,11 @@ def gate_of(config: Config, step: int) -> Gate:
     folder = artifacts.run_folder(config)
     require_same_validation(config)
     threshold = chosen_threshold(folder, step)
-    check(threshold is not None, f"gate.threshold=replay takes the choice of validation, and {folder / 'validation.jsonl'} has none at step {step}; "
-          f"set gate.threshold={config.gate.paper_threshold:g}, or export a checkpoint that was validated")
+    check(
+        threshold is not None,
+        f"gate.threshold=replay takes the choice of validation, and {folder / 'validation.jsonl'} has none at step {step}; "
+        f"set gate.threshold={config.gate.paper_threshold:g}, or export a checkpoint that was validated",
+    )
     return config.gate.at(threshold)
 
 
@@ -56,7 +66,11 @@ def depth_exposure_of(config: Config, step: int) -> int:
     """N that weights were trained with: before the first step, what the drafter says that training started from."""
     if step > 0 or config.drafter.init == "scratch":
         return config.train.depth_exposure
-    return read_config(locate_drafter(config.drafter.init, config.drafter.revision)).get(SECTION, {}).get("trained_depth_exposure", 0)
+    return (
+        read_config(locate_drafter(config.drafter.init, config.drafter.revision))
+        .get(SECTION, {})
+        .get("trained_depth_exposure", 0)
+    )
 
 
 def put_into_target(config: Config, drafter: Drafter, folder: Path) -> None:
@@ -66,18 +80,39 @@ def put_into_target(config: Config, drafter: Drafter, folder: Path) -> None:
         return
     files = merge(folder, locate(config.target), folder / "merged")
     if files:
-        say(f"export: {folder.with_suffix('').name}/merged holds {[file.name for file in files]}: put them in place of the target's files of these names to serve it")
+        say(
+            f"export: {folder.with_suffix('').name}/merged holds {[file.name for file in files]}: put them in place of the target's files of these names to serve it"
+        )
 
 
 def versions() -> dict[str, str]:
-    return {"dloop_train": __version__} | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")}
+    return {"dloop_train": __version__} | {
+        name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")
+    }
 
 
 def dloop_section(config: Config, drafter, step: int) -> dict:
     """What config.json says of loop-awareness and of where the weights come from."""
     gate = gate_of(config, step)
-    return {"threshold": gate.threshold, "paper_threshold": gate.paper_threshold, "tokens_per_stage": drafter.k, "max_stages": config.gate.max_stages, "temperature": config.gate.temperature,
-            "trained_depth_exposure": depth_exposure_of(config, step), "state": drafter.shape.state, "slot": drafter.shape.slot, **config.drafter.section(),
-            "provenance": {"versions": versions(),
-                           "target": config.target.name, "target_revision": load_spec(config.target).revision, "init": config.drafter.init, "backbone": config.drafter.backbone,
-                           "responses": artifacts.responses(config).key, "features": artifacts.features(config).key, "checkpoint": config.export.checkpoint, "step": step}}
+    return {
+        "threshold": gate.threshold,
+        "paper_threshold": gate.paper_threshold,
+        "tokens_per_stage": drafter.k,
+        "max_stages": config.gate.max_stages,
+        "temperature": config.gate.temperature,
+        "trained_depth_exposure": depth_exposure_of(config, step),
+        "state": drafter.shape.state,
+        "slot": drafter.shape.slot,
+        **config.drafter.section(),
+        "provenance": {
+            "versions": versions(),
+            "target": config.target.name,
+            "target_revision": load_spec(config.target).revision,
+            "init": config.drafter.init,
+            "backbone": config.drafter.backbone,
+            "responses": artifacts.responses(config).key,
+            "features": artifacts.features(config).key,
+            "checkpoint": config.export.checkpoint,
+            "step": step,
+        },
+    }

@@ -35,7 +35,10 @@ def colours(settings: list[dict]) -> dict[str, str]:
 def settings_figure(rows: list[dict], colour: dict[str, str]) -> Figure:
     """Speedup and tau of every setting. Rows: {"label", "speedup": {"value", "low", "high"}, "tau": the same}."""
     figure, (left, right) = panels(1, 2, height=0.9 + 0.5 * len(rows), sharey=True)
-    sides = ((left, "speedup", "speedup over plain decoding (times)", "{:.2f}x"), (right, "tau", "tau (tokens per verification)", "{:.2f}"))
+    sides = (
+        (left, "speedup", "speedup over plain decoding (times)", "{:.2f}x"),
+        (right, "tau", "tau (tokens per verification)", "{:.2f}"),
+    )
     places = np.arange(len(rows))
     for axes, key, name, pattern in sides:
         furthest = max(row[key]["high"] for row in rows)
@@ -64,17 +67,28 @@ def depth_figure(depths: dict[str, list[dict]], colour: dict[str, str]) -> Figur
     for axes, (label, rows) in zip(flat(grid), depths.items(), strict=False):
         shares = {key: depth_shares(rows, key, shown) for key in ("tokens", "seconds")}
         tallest = int(np.argmax(np.minimum(shares["tokens"], shares["seconds"])))
-        pairs = ((-0.2, "tokens", "tokens", colour[label], "white"), (0.2, "seconds", "time", pale(colour[label], 0.6), INK))
+        pairs = (
+            (-0.2, "tokens", "tokens", colour[label], "white"),
+            (0.2, "seconds", "time", pale(colour[label], 0.6), INK),
+        )
         for side, key, name, shade, ink in pairs:
             heights = shares[key]
             bars = axes.bar(np.arange(len(shown)) + side, heights, width=0.38, color=shade)
             axes.bar_label(bars, [f"{height:.0f}" if height else "" for height in heights], fontsize=8.5, padding=1)
-            axes.annotate(name, (tallest + side, heights[tallest] / 2), rotation=90, ha="center", va="center", color=ink, fontsize=8.5)
+            axes.annotate(
+                name,
+                (tallest + side, heights[tallest] / 2),
+                rotation=90,
+                ha="center",
+                va="center",
+                color=ink,
+                fontsize=8.5,
+            )
         axes.set_xticks(range(len(shown)), [f"{depth}+" if depth == DEEPEST else str(depth) for depth in shown])
         axes.set_title(label, color=colour[label])
         axes.set_xlabel("S (stages in a round)")
         axes.margins(y=0.12)
-    for axes in flat(grid)[len(depths):]:
+    for axes in flat(grid)[len(depths) :]:
         axes.set_visible(False)
     for axes in flat(grid)[::columns]:
         axes.set_ylabel("share of tokens, of time (%)")
@@ -88,15 +102,43 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
         sweep = sorted(replayed["sweep"], key=lambda point: point["threshold"])
         thresholds = [point["threshold"] for point in sweep]
         best = max(sweep, key=lambda point: point["tokens_per_second"])
-        for axes, key, pattern in ((grid[0, number], "tokens_per_second", "{:.1f}"), (grid[1, number], "tau", "{:.2f}")):
-            axes.plot(thresholds, [point[key] for point in sweep], color=colour[drafter], marker="o", markersize=5, linewidth=2)
-            for name, line, side in (("S1", "S = 1", -1), ("oracle", "oracle gate", 1)):  # names below and above, so that equal values stay legible
-                axes.axhline(replayed[name][key], color=INK, linewidth=1, linestyle=(0, (4, 3)) if name == "S1" else (0, (1, 2)))
-                axes.annotate(f"{line}: {pattern.format(replayed[name][key])}", (0.02, replayed[name][key]), fontsize=9,
-                              xycoords=axes.get_yaxis_transform(), xytext=(0, 3 * side), textcoords="offset points",
-                              va="bottom" if side > 0 else "top")
-            axes.annotate(pattern.format(best[key]), (best["threshold"], best[key]), xytext=(0, 7), textcoords="offset points",
-                          ha="center", fontweight="bold", color=colour[drafter])
+        for axes, key, pattern in (
+            (grid[0, number], "tokens_per_second", "{:.1f}"),
+            (grid[1, number], "tau", "{:.2f}"),
+        ):
+            axes.plot(
+                thresholds,
+                [point[key] for point in sweep],
+                color=colour[drafter],
+                marker="o",
+                markersize=5,
+                linewidth=2,
+            )
+            for name, line, side in (
+                ("S1", "S = 1", -1),
+                ("oracle", "oracle gate", 1),
+            ):  # names below and above, so that equal values stay legible
+                axes.axhline(
+                    replayed[name][key], color=INK, linewidth=1, linestyle=(0, (4, 3)) if name == "S1" else (0, (1, 2))
+                )
+                axes.annotate(
+                    f"{line}: {pattern.format(replayed[name][key])}",
+                    (0.02, replayed[name][key]),
+                    fontsize=9,
+                    xycoords=axes.get_yaxis_transform(),
+                    xytext=(0, 3 * side),
+                    textcoords="offset points",
+                    va="bottom" if side > 0 else "top",
+                )
+            axes.annotate(
+                pattern.format(best[key]),
+                (best["threshold"], best[key]),
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontweight="bold",
+                color=colour[drafter],
+            )
             axes.margins(x=0.12, y=0.25)
         grid[0, number].set_title(drafter, color=colour[drafter])
         ticks = apart(thresholds, 0.08 * len(replay))
@@ -107,24 +149,52 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
     return figure
 
 
-def calibration_figure(calibrations: dict[str, list[dict]], thresholds: dict[str, float], colour: dict[str, str]) -> Figure:
+def calibration_figure(
+    calibrations: dict[str, list[dict]], thresholds: dict[str, float], colour: dict[str, str]
+) -> Figure:
     """Observed full acceptance against exp(score), a panel for each stage. Values: statistics.calibration, stage by stage."""
-    stages = sorted({one["stage"] for rows in calibrations.values() for one in rows if one["stage"] == 1 or tested(one)})[:3]
+    stages = sorted(
+        {one["stage"] for rows in calibrations.values() for one in rows if one["stage"] == 1 or tested(one)}
+    )[:3]
     figure, grid = panels(1, len(stages), height=4.2, sharey=True)
     for axes, stage in zip(flat(grid), stages, strict=True):
         axes.plot([0, 1], [0, 1], color=FAINT, linewidth=1.2, zorder=0)
         for threshold in sorted(set(thresholds.values())):
             axes.axvline(np.exp(threshold), color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-            axes.annotate(f"g = {threshold:g}", (np.exp(threshold), 1.03), ha="right", fontsize=9,
-                          xytext=(-3, 0), textcoords="offset points")
-        listed = [(label, one) for label, rows in calibrations.items() for one in rows if one["stage"] == stage and tested(one)]
+            axes.annotate(
+                f"g = {threshold:g}",
+                (np.exp(threshold), 1.03),
+                ha="right",
+                fontsize=9,
+                xytext=(-3, 0),
+                textcoords="offset points",
+            )
+        listed = [
+            (label, one)
+            for label, rows in calibrations.items()
+            for one in rows
+            if one["stage"] == stage and tested(one)
+        ]
         for line, (label, one) in enumerate(reversed(listed)):
             points = [point for point in one["bins"] if point["rounds"] >= FEWEST]
             at, observed = [point["probability"] for point in points], [point["full"] for point in points]
             axes.plot(at, observed, color=colour[label], linewidth=1.6)
-            axes.scatter(at, observed, color=colour[label], zorder=3, s=[12 + 120 * point["rounds"] / one["rounds"] for point in points])
-            axes.annotate(f"{label}: AUROC {one['auroc']:.2f}", (0, 1), xycoords="axes fraction", xytext=(4, 4 + 13 * line), textcoords="offset points",
-                          fontsize=9, color=colour[label])
+            axes.scatter(
+                at,
+                observed,
+                color=colour[label],
+                zorder=3,
+                s=[12 + 120 * point["rounds"] / one["rounds"] for point in points],
+            )
+            axes.annotate(
+                f"{label}: AUROC {one['auroc']:.2f}",
+                (0, 1),
+                xycoords="axes fraction",
+                xytext=(4, 4 + 13 * line),
+                textcoords="offset points",
+                fontsize=9,
+                color=colour[label],
+            )
         axes.set_xlim(0, 1.03)
         axes.set_ylim(0, 1.12)
         axes.set_yticks(np.linspace(0, 1, 6))
@@ -157,15 +227,33 @@ def training_figure(metrics: list[dict], validation: list[dict], exported: int |
     stack[0].set_ylabel("training loss")
     if validation:
         at = [row["step"] for row in validation]
-        for axes, key, label in ((stack[1], "tokens_per_second", "predicted tokens/s"), (stack[2], "tau", "validation tau")):
-            for walk, name, shade in (("gated", "with gate", HUES[1]), ("s1", "S = 1", HUES[0]), ("oracle", "oracle gate", PLAIN)):
-                labelled_line(axes, at, [row[f"{key}_{walk}"] for row in validation], name, shade, marker="o", markersize=4)
+        for axes, key, label in (
+            (stack[1], "tokens_per_second", "predicted tokens/s"),
+            (stack[2], "tau", "validation tau"),
+        ):
+            for walk, name, shade in (
+                ("gated", "with gate", HUES[1]),
+                ("s1", "S = 1", HUES[0]),
+                ("oracle", "oracle gate", PLAIN),
+            ):
+                labelled_line(
+                    axes, at, [row[f"{key}_{walk}"] for row in validation], name, shade, marker="o", markersize=4
+                )
             axes.set_ylabel(label)
             axes.margins(y=0.15)
     if exported is not None:
         for axes in stack:
             axes.axvline(exported, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=0)
-        stack[0].annotate("exported", (exported, 1), xycoords=stack[0].get_xaxis_transform(), xytext=(-4, -3), textcoords="offset points", ha="right", va="top", fontsize=9)
+        stack[0].annotate(
+            "exported",
+            (exported, 1),
+            xycoords=stack[0].get_xaxis_transform(),
+            xytext=(-4, -3),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=9,
+        )
     stack[-1].plot(steps, [row["lr"] for row in metrics], color=PLAIN, linewidth=1.5)
     stack[-1].set_ylabel("learning rate")
     stack[-1].set_ylim(bottom=0)
@@ -182,11 +270,25 @@ def category_figure(categories: dict[str, dict[str, float]], marked: str, colour
     for place, name in enumerate(order):
         values = [taus[name] for taus in categories.values()]
         axes.plot([min(values), max(values)], [place, place], color=FAINT, linewidth=3, zorder=1)
-        axes.annotate(f"{categories[marked][name]:.2f}", (max(values), place), xytext=(9, 0), textcoords="offset points", va="center",
-                      fontweight="bold", color=colour[marked])
+        axes.annotate(
+            f"{categories[marked][name]:.2f}",
+            (max(values), place),
+            xytext=(9, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold",
+            color=colour[marked],
+        )
     for label, taus in categories.items():
-        axes.scatter([taus[name] for name in order], range(len(order)), s=70, color=colour[label], edgecolor="white", label=label,
-                     zorder=4 if label == marked else 3)
+        axes.scatter(
+            [taus[name] for name in order],
+            range(len(order)),
+            s=70,
+            color=colour[label],
+            edgecolor="white",
+            label=label,
+            zorder=4 if label == marked else 3,
+        )
     axes.set_yticks(range(len(order)), order)
     axes.set_ylim(-0.6, len(order) - 0.4)
     axes.tick_params(axis="y", length=0)
@@ -202,7 +304,9 @@ def panels(lines: int, columns: int, *, height: float, **options):
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     ratios = options.pop("height_ratios", None)
-    grid = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"height_ratios": ratios} if ratios else None, **options)
+    grid = figure.subplots(
+        lines, columns, squeeze=False, gridspec_kw={"height_ratios": ratios} if ratios else None, **options
+    )
     for axes in grid.flat:
         plain_axes(axes)
     if lines == columns == 1:
@@ -223,8 +327,16 @@ def plain_axes(axes: Axes) -> None:
 def labelled_line(axes: Axes, x: Sequence[float], y: Sequence[float], name: str, shade: str, **options) -> None:
     """A line with its name at its end."""
     axes.plot(x, y, color=shade, linewidth=2, **options)
-    axes.annotate(name, (x[-1], y[-1]), xytext=(7, 0), textcoords="offset points", va="center", color=shade, fontweight="bold",
-                  annotation_clip=False)
+    axes.annotate(
+        name,
+        (x[-1], y[-1]),
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        color=shade,
+        fontweight="bold",
+        annotation_clip=False,
+    )
 
 
 def flat(grid) -> list[Axes]:

@@ -44,12 +44,24 @@ def run(config: Config) -> None:
         return
     write_questions(config)
     asked = unanswered(config) if isinstance(config.responder, Remote) and not training.complete else None
-    model = config.responder.connect() if asked and asked.waiting else ""  # before this machine's own work, which takes long
+    model = (
+        config.responder.connect() if asked and asked.waiting else ""
+    )  # before this machine's own work, which takes long
     if apart(config) and any(missing(files) for files in all_files(config)):
         start_ranks(config, "generate")
     answer(config)
     if not greedy.complete:
-        finish(greedy, {split: merge(greedy_files(config, greedy.partial, split), ids_of(greedy.partial, split), greedy.partial / f"{split}.jsonl").rows for split in GREEDY})
+        finish(
+            greedy,
+            {
+                split: merge(
+                    greedy_files(config, greedy.partial, split),
+                    ids_of(greedy.partial, split),
+                    greedy.partial / f"{split}.jsonl",
+                ).rows
+                for split in GREEDY
+            },
+        )
     if not training.complete:
         refused = ask(config, asked, model) if asked and asked.waiting else []
         finish_training(config, refused)
@@ -75,14 +87,27 @@ def finish_training(config: Config, refused: list[Refusal]) -> None:
     folder = artifact.partial
     files = [folder / ANSWERS] if remote else batch_files(config, folder)
     merged = merge(files, ids_of(folder, "train"), folder / "train.jsonl")
-    finish(artifact, {"prompts": merged.rows, "response_tokens": merged.response_tokens, "tokens": merged.prompt_tokens + merged.response_tokens,
-                      "unfinished": merged.unfinished, **(served(folder) if remote else {})}, refused)
-    say(f"generate: {merged.unfinished} of {merged.rows} answers were cut by generate.max_new_tokens={config.generate.max_new_tokens}")
+    finish(
+        artifact,
+        {
+            "prompts": merged.rows,
+            "response_tokens": merged.response_tokens,
+            "tokens": merged.prompt_tokens + merged.response_tokens,
+            "unfinished": merged.unfinished,
+            **(served(folder) if remote else {}),
+        },
+        refused,
+    )
+    say(
+        f"generate: {merged.unfinished} of {merged.rows} answers were cut by generate.max_new_tokens={config.generate.max_new_tokens}"
+    )
 
 
 def finish(artifact: Artifact, facts: dict, refused: Sequence[Refusal] = ()) -> None:
     """Of a folder whose answers are merged."""
-    left_out = Counter(json.loads((artifact.partial / LEFT_OUT).read_text())) + Counter(shortened(refusal.reason) for refusal in refused)
+    left_out = Counter(json.loads((artifact.partial / LEFT_OUT).read_text())) + Counter(
+        shortened(refusal.reason) for refusal in refused
+    )
     artifact.finish(**facts, left_out=left_out.total(), left_out_for=left_out)
     shutil.rmtree(artifact.folder / UNMERGED)
     say(f"generate: {artifact.folder}")
@@ -91,13 +116,21 @@ def finish(artifact: Artifact, facts: dict, refused: Sequence[Refusal] = ()) -> 
 # Questions
 
 
-QUESTIONS, LEFT_OUT, ORDER = f"{UNMERGED}/questions", f"{UNMERGED}/questions/left_out.json", f"{UNMERGED}/questions/order.npy"
+QUESTIONS, LEFT_OUT, ORDER = (
+    f"{UNMERGED}/questions",
+    f"{UNMERGED}/questions/left_out.json",
+    f"{UNMERGED}/questions/order.npy",
+)
 
 
 def write_questions(config: Config) -> None:
     """Every prompt as ids, once, for all ranks; last of all, in each folder, what was left out and why."""
     training, greedy = artifacts.responses(config), artifacts.greedy(config)
-    wanted = [artifact for artifact in (training, greedy) if not artifact.complete and not (artifact.begin() / LEFT_OUT).is_file()]
+    wanted = [
+        artifact
+        for artifact in (training, greedy)
+        if not artifact.complete and not (artifact.begin() / LEFT_OUT).is_file()
+    ]
     prompts = config.prompts.read() if wanted else []
     if training in wanted:
         write_training(config, training.partial, [prompt for prompt in prompts if prompt.split == "train"])
@@ -112,6 +145,7 @@ def write_training(config: Config, folder: Path, prompts: list[Prompt]) -> None:
         for question in encoded(config, prompts, left_out):
             lengths.append((len(question.prompt_ids), question.id))
             yield question
+
     write_rows(folder / QUESTIONS / "train.jsonl", questions(), Question)
     check(bool(lengths), f"no training prompt is left of {len(prompts)}: {dict(left_out)}")
     np.save(folder / ORDER, sorted(range(len(lengths)), key=lengths.__getitem__))
@@ -123,7 +157,9 @@ def write_greedy(config: Config, folder: Path, prompts: list[Prompt]) -> None:
     for split in GREEDY:
         questions = list(encoded(config, [prompt for prompt in prompts if prompt.split == split], left_out))
         count = config.generate.greedy_validation if split == "validation" else 0
-        write_rows(folder / QUESTIONS / f"{split}.jsonl", spread(questions, count or config.generate.greedy_prompts), Question)
+        write_rows(
+            folder / QUESTIONS / f"{split}.jsonl", spread(questions, count or config.generate.greedy_prompts), Question
+        )
     write_left_out(folder, left_out, f"{len(prompts)} validation and test prompts")
 
 
@@ -153,7 +189,12 @@ def spread(questions: list[Question], count: int) -> list[Question]:
     queues = defaultdict(list)
     for question in questions:
         queues[question.category].append(question)
-    taken = [queue[turn] for turn in range(max(map(len, queues.values()), default=0)) for _, queue in sorted(queues.items()) if turn < len(queue)]
+    taken = [
+        queue[turn]
+        for turn in range(max(map(len, queues.values()), default=0))
+        for _, queue in sorted(queues.items())
+        if turn < len(queue)
+    ]
     return taken[:count]
 
 
@@ -175,17 +216,26 @@ def answer_training(config: Config, folder: Path) -> None:
 
     def make(number: int) -> int:
         batch = [questions[index] for index in batches[number]]
-        answers = respond(target, [question.prompt_ids for question in batch], [question.id for question in batch], config.target.sampling,
-                          max_new_tokens=config.generate.max_new_tokens, seed=config.generate.seed)
-        write_jsonl(files[number], [answered(question, ids, target).row() for question, ids in zip(batch, answers, strict=True)])
+        answers = respond(
+            target,
+            [question.prompt_ids for question in batch],
+            [question.id for question in batch],
+            config.target.sampling,
+            max_new_tokens=config.generate.max_new_tokens,
+            seed=config.generate.seed,
+        )
+        write_jsonl(
+            files[number], [answered(question, ids, target).row() for question, ids in zip(batch, answers, strict=True)]
+        )
         return sum(map(len, answers))
+
     make_files(files, [len(batch) for batch in batches], make, unit="prompt", desc="generate")
 
 
 def batches_of(config: Config, folder: Path) -> list[list[int]]:
     """Questions of like length together."""
     ordered, size = np.load(folder / ORDER).tolist(), config.generate.batch_size
-    return [ordered[start:start + size] for start in range(0, len(ordered), size)]
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def batch_files(config: Config, folder: Path) -> list[Path]:
@@ -194,16 +244,31 @@ def batch_files(config: Config, folder: Path) -> list[Path]:
 
 def answer_greedily(config: Config, folder: Path, split: str) -> None:
     """Greedy decoding by the model that is evaluated, since replay needs its text: a file for each batch."""
-    questions, files, size = questions_of(folder, split), greedy_files(config, folder, split), config.generate.greedy_batch
+    questions, files, size = (
+        questions_of(folder, split),
+        greedy_files(config, folder, split),
+        config.generate.greedy_batch,
+    )
     target = load_target(config.target, dtype=config.evaluate.dtype) if here(missing(files)) else None
     target = prepack(target) if target is not None and size > 1 else target
 
     def make(number: int) -> int:
-        batch = questions[number * size:(number + 1) * size]
-        answers = greedy_answers(target, [question.prompt_ids for question in batch], config.generate.greedy_max_new_tokens)
-        write_jsonl(files[number], [answered(question, ids, target).row() for question, ids in zip(batch, answers, strict=True)])
+        batch = questions[number * size : (number + 1) * size]
+        answers = greedy_answers(
+            target, [question.prompt_ids for question in batch], config.generate.greedy_max_new_tokens
+        )
+        write_jsonl(
+            files[number], [answered(question, ids, target).row() for question, ids in zip(batch, answers, strict=True)]
+        )
         return sum(map(len, answers))
-    make_files(files, [len(questions[number * size:(number + 1) * size]) for number in range(len(files))], make, unit="prompt", desc=f"greedy {split}")
+
+    make_files(
+        files,
+        [len(questions[number * size : (number + 1) * size]) for number in range(len(files))],
+        make,
+        unit="prompt",
+        desc=f"greedy {split}",
+    )
 
 
 def greedy_answers(target: Target, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
@@ -221,7 +286,9 @@ def greedy_files(config: Config, folder: Path, split: str) -> list[Path]:
 def all_files(config: Config) -> list[list[Path]]:
     """What the ranks make."""
     training, greedy = artifacts.responses(config), artifacts.greedy(config)
-    batches = [] if training.complete or isinstance(config.responder, Remote) else [batch_files(config, training.partial)]
+    batches = (
+        [] if training.complete or isinstance(config.responder, Remote) else [batch_files(config, training.partial)]
+    )
     return batches + [greedy_files(config, greedy.partial, split) for split in GREEDY if not greedy.complete]
 
 
@@ -244,7 +311,9 @@ class Asked:
 def unanswered(config: Config) -> Asked:
     folder = artifacts.responses(config).partial
     questions, log = questions_of(folder, "train"), AnswerLog(folder / ANSWERS)
-    return Asked(questions, log, [number for number, identity in enumerate(ids_of(folder, "train")) if identity not in log.ids])
+    return Asked(
+        questions, log, [number for number, identity in enumerate(ids_of(folder, "train")) if identity not in log.ids]
+    )
 
 
 def ask(config: Config, asked: Asked, model: str) -> list[Refusal]:
@@ -253,7 +322,9 @@ def ask(config: Config, asked: Asked, model: str) -> list[Refusal]:
     require_same_model(folder, model, asked.log)
     responder.require_target(model, known_texts(config), config.target, config.generate, tokenizer)
     refused, tokens = [], 0
-    answers = responder.answers(model, (asked.questions[number] for number in asked.waiting), config.target, config.generate, tokenizer)
+    answers = responder.answers(
+        model, (asked.questions[number] for number in asked.waiting), config.target, config.generate, tokenizer
+    )
     with tqdm(total=len(asked.questions), initial=len(asked.log.ids), unit="prompt", desc="generate") as bar:
         for found in answers:
             if isinstance(found, Refusal):
@@ -274,8 +345,11 @@ def ask(config: Config, asked: Asked, model: str) -> list[Refusal]:
 def require_same_model(folder: Path, model: str, log: AnswerLog) -> None:
     """Stop where others of a training's answers came from another model than the servers have now; write down which it is."""
     before = served(folder).get("model", model) if log.ids else model
-    check(before == model, f"{log.path} holds {len(log.ids)} answers of {before}, and the servers have {model} now: serve {before} again, "
-          f"or set responder.model={model}, whose answers have a key of their own")
+    check(
+        before == model,
+        f"{log.path} holds {len(log.ids)} answers of {before}, and the servers have {model} now: serve {before} again, "
+        f"or set responder.model={model}, whose answers have a key of their own",
+    )
     write_atomic(folder / SERVED, json.dumps({"model": model}))
 
 
@@ -292,9 +366,11 @@ def require_few(refused: list[Refusal], of: float, responder: Remote) -> None:
     """Stop where more than responder.max_refused of so many prompts were refused: then something else is wrong."""
     if len(refused) > responder.max_refused * of:
         reasons = Counter(shortened(refusal.reason) for refusal in refused).most_common(3)
-        raise ValueError(f"{len(refused)} prompts were refused, which is more than responder.max_refused={responder.max_refused} allows:\n  "
-                         + "\n  ".join(f"{count} x {reason}" for reason, count in reasons)
-                         + "\nWhat was answered is kept. Mend the cause and run the same command again, or raise responder.max_refused")
+        raise ValueError(
+            f"{len(refused)} prompts were refused, which is more than responder.max_refused={responder.max_refused} allows:\n  "
+            + "\n  ".join(f"{count} x {reason}" for reason, count in reasons)
+            + "\nWhat was answered is kept. Mend the cause and run the same command again, or raise responder.max_refused"
+        )
 
 
 def shortened(reason: str) -> str:

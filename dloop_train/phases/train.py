@@ -27,7 +27,20 @@ from dloop_train.training.saves import best_of, last_of
 
 DONE = "done.json"
 """Beside the checkpoints: the step at which the training was over, and after how many worse validations where patience ended it."""
-FREE = ("micro_batch_size", "save_every", "keep", "log_every", "validate_every", "validate_share", "patience", "max_skipped", "max_skipped_share", "loss_rows", "pack", "recompute")
+FREE = (
+    "micro_batch_size",
+    "save_every",
+    "keep",
+    "log_every",
+    "validate_every",
+    "validate_share",
+    "patience",
+    "max_skipped",
+    "max_skipped_share",
+    "loss_rows",
+    "pack",
+    "recompute",
+)
 """Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
 OF_VALIDATION = "validate_prompts"
 """Not of the training's numbers, but of what its checkpoints are compared by."""
@@ -51,8 +64,16 @@ def run(config: Config) -> None:
 def settings_of(config: Config) -> dict:
     """What decides the numbers of a training; a run folder belongs to one such set."""
     train = {name: value for name, value in asdict(config.train).items() if name not in (*FREE, OF_VALIDATION)}
-    drafter = {key: value for key, value in asdict(config.drafter).items() if key != "released"} | {"family": config.drafter.family}
-    return {"features": artifacts.features(config).key, "mask_token_id": config.target.mask_token_id, "drafter": drafter, "train": train, "deepspeed": asdict(config.deepspeed)}
+    drafter = {key: value for key, value in asdict(config.drafter).items() if key != "released"} | {
+        "family": config.drafter.family
+    }
+    return {
+        "features": artifacts.features(config).key,
+        "mask_token_id": config.target.mask_token_id,
+        "drafter": drafter,
+        "train": train,
+        "deepspeed": asdict(config.deepspeed),
+    }
 
 
 def free_settings_of(config: Config) -> dict:
@@ -78,11 +99,15 @@ def require_settings(config: Config, folder: Path) -> None:
 
 def require_division(found: dict | None, wanted: dict, folder: Path) -> None:
     """A checkpoint cannot be read at another ZeRO stage, nor with or without offload."""
+
     def named(settings: dict) -> str:
         return f"deepspeed=zero{settings['stage']} deepspeed.offload={str(settings['offload']).lower()}"
+
     if found is not None and found != wanted:
-        raise ValueError(f"{folder} was trained with {named(found)}, this run has {named(wanted)}, and DeepSpeed cannot read its checkpoints at another stage; "
-                         f"go on with {named(found)}, or choose another name= (or root=) to start anew")
+        raise ValueError(
+            f"{folder} was trained with {named(found)}, this run has {named(wanted)}, and DeepSpeed cannot read its checkpoints at another stage; "
+            f"go on with {named(found)}, or choose another name= (or root=) to start anew"
+        )
 
 
 def finished(config: Config) -> bool:
@@ -104,14 +129,22 @@ def make_drafter(config: Config) -> Drafter:
     drafter = bare_drafter(config)
     if config.drafter.init == "scratch":
         initialise(drafter, config)
-    elif config.drafter.draft_vocab_size and not read_shape(locate_drafter(config.drafter.init, config.drafter.revision)).reduced:
+    elif (
+        config.drafter.draft_vocab_size
+        and not read_shape(locate_drafter(config.drafter.init, config.drafter.revision)).reduced
+    ):
         drafter = reduce_vocabulary(config)
     return drafter
 
 
 def reduce_vocabulary(config: Config) -> Drafter:
     """Released weights with the tokens alone that this run's responses hold most often."""
-    whole = create_drafter(replace(config.drafter, draft_vocab_size=0), load_spec(config.target), load_head(config.target), artifacts.taps(config))
+    whole = create_drafter(
+        replace(config.drafter, draft_vocab_size=0),
+        load_spec(config.target),
+        load_head(config.target),
+        artifacts.taps(config),
+    )
     counts = token_counts(read_responses(artifacts.responses(config).folder, "train"))
     shape = replace(whole.shape, draft_vocab_size=config.drafter.draft_vocab_size)
     ids = frequent_ids(counts, shape, config.target.stop_ids)
@@ -132,7 +165,11 @@ def initialise(drafter: Drafter, config: Config) -> None:
         with torch.no_grad():
             drafter.start_head()
             if drafter.shape.reduced:
-                drafter.start_vocabulary(token_counts(read_responses(artifacts.responses(config).folder, "train")), drafter.head.lm_head_weight, config.target.stop_ids)
+                drafter.start_vocabulary(
+                    token_counts(read_responses(artifacts.responses(config).folder, "train")),
+                    drafter.head.lm_head_weight,
+                    config.target.stop_ids,
+                )
         return
     initialise_from_target(drafter, config.target, read_responses(artifacts.responses(config).folder, "train"))
 
@@ -153,13 +190,27 @@ def train(config: Config) -> bool:
         drafter.borrow(TargetHead.of(source.target))  # one copy of the two largest matrices
     checkpoints = folder / "checkpoints"
     last, best = last_of(checkpoints), best_of(checkpoints)
-    log = MetricLog(folder, config.wandb, name=config.name, config=artifacts.described(config), start=last.step if last else 0, best=best.step if best else None)
+    log = MetricLog(
+        folder,
+        config.wandb,
+        name=config.name,
+        config=artifacts.described(config),
+        start=last.step if last else 0,
+        best=best.step if best else None,
+    )
     trainer = Trainer(drafter, source, config.train, config.deepspeed, checkpoints, log)
-    say(f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
-        f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters")
+    say(
+        f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
+        f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters"
+    )
     over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
     if over and rank() == 0:
-        write_atomic(checkpoints / DONE, json.dumps({"step": trainer.step, "worse": trainer.standing.worse if trainer.step < trainer.plan.steps else None}))
+        write_atomic(
+            checkpoints / DONE,
+            json.dumps(
+                {"step": trainer.step, "worse": trainer.standing.worse if trainer.step < trainer.plan.steps else None}
+            ),
+        )
     log.close()
     barrier()  # whoever leaves first with an exit code ends the others
     return over

@@ -43,10 +43,14 @@ class Validator:
         """`target` is one that this rank has loaded already; it serves if it computes as the drafter does."""
         self.config, self.folder = config, artifacts.run_folder(config)
         answered = artifacts.greedy_responses(config, "validation")[: config.train.validate_prompts]
-        self.responses = [response for response in answered if len(response.response_ids) > 1]  # one token leaves nothing to draft
+        self.responses = [
+            response for response in answered if len(response.response_ids) > 1
+        ]  # one token leaves nothing to draft
         if config.gate.by_replay and not self.responses:
-            raise ValueError(f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
-                             f"or raise train.validate_prompts and generate.greedy_prompts")
+            raise ValueError(
+                f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
+                f"or raise train.validate_prompts and generate.greedy_prompts"
+            )
         self.stages = max(config.train.depth_exposure + 1, 2)
         self.beyond: Beyond = {}
         self.lent = target is not None and target.dtype == as_dtype(config.train.precision)
@@ -84,15 +88,25 @@ class Validator:
             prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
             measured = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, self.stages))
             write_atomic(path, json.dumps(measured.row(), indent=1))
-        table, *_ = gather_over_ranks(json.loads(path.read_text()) if rank() == 0 else None)  # on another node the file may not be seen yet
+        table, *_ = gather_over_ranks(
+            json.loads(path.read_text()) if rank() == 0 else None
+        )  # on another node the file may not be seen yet
         return Costs.of(table)
 
     def replay(self, drafter: Drafter) -> list[Replay]:
         """Replays of all responses, in their order; each rank makes its share."""
         longest = max(len(response.response_ids) for response in self.responses)
         gate = self.config.gate
-        mine = replay_all(self.target, drafter, self.responses[rank()::world_size()], gate, candidates(gate, self.config.evaluate.thresholds), self.beyond,
-                          stages=self.stages, max_new_tokens=longest)
+        mine = replay_all(
+            self.target,
+            drafter,
+            self.responses[rank() :: world_size()],
+            gate,
+            candidates(gate, self.config.evaluate.thresholds),
+            self.beyond,
+            stages=self.stages,
+            max_new_tokens=longest,
+        )
         shares = gather_over_ranks(mine)
         return [shares[at % len(shares)][at // len(shares)] for at in range(sum(map(len, shares)))]
 
@@ -102,11 +116,20 @@ class Validator:
         settings, parameter = self.config.train, next(drafter.parameters())
         unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), max_rows=settings.loss_rows)
         sums: dict = {}
-        for start in range(0, len(self.responses), world_size()):  # every rank runs as many and has the same sums, if with nothing in them
+        for start in range(
+            0, len(self.responses), world_size()
+        ):  # every rank runs as many and has the same sums, if with nothing in them
             at = start + rank()
             response = self.responses[at % len(self.responses)]
             batch = self.text(response).to(parameter.device, parameter.dtype)
-            origins = draw_origins(batch, drafter.k, count=settings.origins, depth_exposure=settings.depth_exposure, seed=settings.seed, epoch=0)
+            origins = draw_origins(
+                batch,
+                drafter.k,
+                count=settings.origins,
+                depth_exposure=settings.depth_exposure,
+                seed=settings.seed,
+                epoch=0,
+            )
             if at >= len(self.responses):
                 origins = Origins(origins.position, origins.depth * 0)
             weights = torch.ones(2, dtype=torch.float64, device=parameter.device)
@@ -120,14 +143,26 @@ class Validator:
         return collate([replace(sample, features=drafters_row(sample, reads))])
 
 
-def predictions(records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int) -> tuple[dict, float]:
+def predictions(
+    records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int
+) -> tuple[dict, float]:
     """The row of a validation, and predicted tokens per second under the gate: at its fastest threshold if that is still to be chosen."""
     swept = sweep(records, candidates(gate, thresholds), costs, k, gate.max_stages)
     best = fastest(swept["sweep"], gate.paper_threshold) if swept["sweep"] else simulated(records, gate, costs)
-    row = {f"{name}_{walk}": point[name] for walk, point in (("s1", swept["S1"]), ("gated", best), ("oracle", swept["oracle"]))
-           for name in ("tau", "tokens_per_second")}
-    row |= {"threshold": best.get("threshold"), "stages_gated": best["stages"], "full_acceptance": swept["full_acceptance_by_stage"],
-            "by_threshold": {f"{point['threshold']:g}": {name: point[name] for name in ("tau", "tokens_per_second", "stages")} for point in swept["sweep"]}}
+    row = {
+        f"{name}_{walk}": point[name]
+        for walk, point in (("s1", swept["S1"]), ("gated", best), ("oracle", swept["oracle"]))
+        for name in ("tau", "tokens_per_second")
+    }
+    row |= {
+        "threshold": best.get("threshold"),
+        "stages_gated": best["stages"],
+        "full_acceptance": swept["full_acceptance_by_stage"],
+        "by_threshold": {
+            f"{point['threshold']:g}": {name: point[name] for name in ("tau", "tokens_per_second", "stages")}
+            for point in swept["sweep"]
+        },
+    }
     return row, best["tokens_per_second"]
 
 
@@ -137,13 +172,20 @@ def gate_scores(records: Sequence[Replay]) -> dict:
     full = np.concatenate([(record.accepted >= record.k).numpy() for record in records])
     counts, edges = np.histogram(probability, bins=BINS, range=(0, 1))
     accepted, _ = np.histogram(probability[full], bins=edges)
-    return {"gate_score_histogram": counts.tolist(), "gate_calibration": [a / n if n else None for a, n in zip(accepted.tolist(), counts.tolist(), strict=True)]}
+    return {
+        "gate_score_histogram": counts.tolist(),
+        "gate_calibration": [a / n if n else None for a, n in zip(accepted.tolist(), counts.tolist(), strict=True)],
+    }
 
 
 def settings_of(config: Config) -> dict:
     """What scores and thresholds are chosen by."""
-    return {"gate": {"kind": type(config.gate).__name__, **asdict(config.gate)}, "evaluate.thresholds": config.evaluate.thresholds, "train.validate_prompts": config.train.validate_prompts,
-            "greedy answers": artifacts.greedy(config).key}
+    return {
+        "gate": {"kind": type(config.gate).__name__, **asdict(config.gate)},
+        "evaluate.thresholds": config.evaluate.thresholds,
+        "train.validate_prompts": config.train.validate_prompts,
+        "greedy answers": artifacts.greedy(config).key,
+    }
 
 
 def require_same_validation(config: Config) -> None:

@@ -3,8 +3,10 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-TEMPLATE = ("{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
 
 
 def byte_tokenizer(stop_id: int) -> PreTrainedTokenizerFast:
@@ -15,7 +17,11 @@ def byte_tokenizer(stop_id: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=specials[0], eos_token=specials[stop_id],
-                                   additional_special_tokens=[specials[1], specials[3]])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=specials[0],
+        eos_token=specials[stop_id],
+        additional_special_tokens=[specials[1], specials[3]],
+    )
     fast.chat_template = TEMPLATE
     return fast

@@ -17,8 +17,10 @@ class Gemma4Target(Target):
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         text = model.config.get_text_config()
         if text.num_kv_shared_layers or getattr(text, "hidden_size_per_layer_input", 0):
-            raise ValueError(f"target {spec.name} shares keys and values between its layers or has embeddings for each layer (as Gemma 4 E2B and "
-                             f"E4B do), which is not supported; choose a Gemma 4 without them, such as google/gemma-4-12B-it")
+            raise ValueError(
+                f"target {spec.name} shares keys and values between its layers or has embeddings for each layer (as Gemma 4 E2B and "
+                f"E4B do), which is not supported; choose a Gemma 4 without them, such as google/gemma-4-12B-it"
+            )
         super().__init__(model, tokenizer, spec)
 
     def new_cache(self) -> DynamicCache:

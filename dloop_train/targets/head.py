@@ -8,7 +8,15 @@ from torch import Tensor, nn
 class TargetHead(nn.Module):
     """What a drafter borrows from its target. Tied matrices are held once, also when they move to another device or dtype."""
 
-    def __init__(self, embed: Tensor, lm_head: Tensor, norm: Tensor | None = None, *, embed_scale: float = 1.0, softcap: float | None = None):
+    def __init__(
+        self,
+        embed: Tensor,
+        lm_head: Tensor,
+        norm: Tensor | None = None,
+        *,
+        embed_scale: float = 1.0,
+        softcap: float | None = None,
+    ):
         super().__init__()
         self.embed_scale, self.softcap = embed_scale, softcap
         self.register_buffer("embed_weight", embed, persistent=False)
@@ -30,13 +38,24 @@ class TargetHead(nn.Module):
 
     def of_rows(self, ids: Tensor) -> "TargetHead":
         """The same head with these rows of its lm_head alone, copied once. [V']"""
-        return TargetHead(self.embed_weight, self.lm_head_weight[ids], self.norm_weight, embed_scale=self.embed_scale, softcap=self.softcap)
+        return TargetHead(
+            self.embed_weight,
+            self.lm_head_weight[ids],
+            self.norm_weight,
+            embed_scale=self.embed_scale,
+            softcap=self.softcap,
+        )
 
     @staticmethod
     def of(target) -> "TargetHead":
         """The head of a loaded target, sharing its memory."""
-        return TargetHead(target.backbone.embed_tokens.weight, target.lm_head.weight, target.backbone.norm.weight,
-                          embed_scale=target.spec.embed_scale, softcap=target.spec.softcap)
+        return TargetHead(
+            target.backbone.embed_tokens.weight,
+            target.lm_head.weight,
+            target.backbone.norm.weight,
+            embed_scale=target.spec.embed_scale,
+            softcap=target.spec.softcap,
+        )
 
 
 def most_likely(logits: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Inputs:
         def record(module, args, named):
             if self.rows is not None:
                 self.rows[index] = named["hidden_states"]
+
         return record
 
 
@@ -51,7 +52,11 @@ class HybridTarget(Target):
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         super().__init__(model, tokenizer, spec)
         kinds = model.config.get_text_config().layer_types
-        self._linear = {index: self.backbone.layers[index].linear_attn for index, kind in enumerate(kinds) if kind == "linear_attention"}
+        self._linear = {
+            index: self.backbone.layers[index].linear_attn
+            for index, kind in enumerate(kinds)
+            if kind == "linear_attention"
+        }
         parameters = inspect.signature(next(iter(self._linear.values())).forward).parameters
         self._state_argument = "cache" if "cache" in parameters else "cache_params"  # moved like the backbone's
         self._inputs = Inputs()
@@ -71,14 +76,19 @@ class HybridTarget(Target):
             self._inputs.rows = {}
             layers = {index: cache.layers[index] for index in self._linear}
             # Clones, since the model writes both tensors in place.
-            cache.rewind = Rewind({index: layer.conv_states[0].clone() for index, layer in layers.items()},
-                                  {index: layer.recurrent_states[0].clone() for index, layer in layers.items()}, self._inputs.rows)
+            cache.rewind = Rewind(
+                {index: layer.conv_states[0].clone() for index, layer in layers.items()},
+                {index: layer.recurrent_states[0].clone() for index, layer in layers.items()},
+                self._inputs.rows,
+            )
 
     @torch.inference_mode()
     def commit(self, cache: HybridCache, past: int, path: Sequence[int]) -> None:
         if not is_prefix(path):
-            raise ValueError(f"target {self.spec.name} has linear-attention layers and keeps the first rows of a draft only, got the path "
-                             f"{list(path)}; draft chains, or choose a target with plain attention for trees")
+            raise ValueError(
+                f"target {self.spec.name} has linear-attention layers and keeps the first rows of a draft only, got the path "
+                f"{list(path)}; draft chains, or choose a target with plain attention for trees"
+            )
         rejected = cache.get_seq_length() > past + len(path)
         for index, layer in enumerate(cache.layers):
             if index not in self._linear:

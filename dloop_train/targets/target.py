@@ -33,6 +33,7 @@ class Tapped:
         def record(module, args, output):
             if index in self.wanted:
                 self.outputs[index] = output[0] if isinstance(output, tuple) else output
+
         return record
 
 
@@ -54,7 +55,10 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         past = self.keys.shape[2]
         after = past + key_states.shape[2]
-        self.buffers = tuple(with_room(buffer, rows, after, self.ROOM) for buffer, rows in zip(self.buffers, (self.keys, self.values), strict=True))
+        self.buffers = tuple(
+            with_room(buffer, rows, after, self.ROOM)
+            for buffer, rows in zip(self.buffers, (self.keys, self.values), strict=True)
+        )
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, past:after] = new
         self.keys, self.values = (buffer[:, :, :after] for buffer in self.buffers)
@@ -120,8 +124,16 @@ class Target:
         """Prepare the cache for `count` more tokens, of which a commit may keep a part."""
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor, *, cache: DynamicCache | None = None, mask: Tensor | None = None, positions: Tensor | None = None,
-             reads: Reads = Reads(), logits: slice | None = None) -> TargetOutput:  # noqa: B008 a frozen value
+    def read(
+        self,
+        tokens: Tensor,
+        *,
+        cache: DynamicCache | None = None,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        reads: Reads = Reads(),  # noqa: B008 a frozen value
+        logits: slice | None = None,
+    ) -> TargetOutput:
         """Run [B, T] tokens after what `cache` holds, and append them to it.
 
         mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` picks rows of T.
@@ -131,7 +143,12 @@ class Target:
         if reads.shared_kv and cache is None:
             cache = self.new_cache()
         self.before_read(cache, tokens.shape[1])
-        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": cache is not None}
+        arguments = {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "use_cache": cache is not None,
+        }
         if cache is not None:
             arguments[self._cache_argument] = cache
         last_hidden = self.backbone(**arguments).last_hidden_state
@@ -147,7 +164,9 @@ class Target:
     def shared_rows(self, cache: DynamicCache, count: int) -> list[Tensor]:
         """Keys and values of the newest `count` rows of the layers in spec.shared_kv, each [B, count, G * E]."""
         layers = [cache.layers[shared.layer] for shared in self.spec.shared_kv]
-        return [rows[:, :, -count:].transpose(1, 2).flatten(2) for layer in layers for rows in (layer.keys, layer.values)]
+        return [
+            rows[:, :, -count:].transpose(1, 2).flatten(2) for layer in layers for rows in (layer.keys, layer.values)
+        ]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden states to logits. [..., D] -> [..., V]"""
@@ -170,7 +189,11 @@ class Target:
 def keep_rows(layer, past: int, path: Sequence[int]) -> None:
     """Of an attention layer's keys and values, keep the rows before `past` and those of the path."""
     past -= layer.get_seq_length() - layer.keys.shape[2]  # rows that a sliding layer has forgotten
-    keep = slice(0, past + len(path)) if is_prefix(path) else torch.tensor([*range(past), *(past + offset for offset in path)], device=layer.keys.device)
+    keep = (
+        slice(0, past + len(path))
+        if is_prefix(path)
+        else torch.tensor([*range(past), *(past + offset for offset in path)], device=layer.keys.device)
+    )
     layer.keys = layer.keys[:, :, keep]
     layer.values = layer.values[:, :, keep]
 
@@ -184,13 +207,23 @@ def require_taps(taps: Sequence[int], spec: TargetSpec) -> None:
     """Tap i is the output of decoder layer i. The last one is refused: what transformers returns there is already normed."""
     for tap in taps:
         if not 0 <= tap < spec.num_layers - 1:
-            reason = ("it is the last layer, whose output transformers returns after the final norm while serving engines "
-                      "give it before") if tap == spec.num_layers - 1 else "there is no such layer"
-            raise ValueError(f"tap {tap} of target {spec.name} ({spec.num_layers} layers) is refused: {reason}; "
-                             f"choose taps from 0 to {spec.num_layers - 2}")
+            reason = (
+                (
+                    "it is the last layer, whose output transformers returns after the final norm while serving engines "
+                    "give it before"
+                )
+                if tap == spec.num_layers - 1
+                else "there is no such layer"
+            )
+            raise ValueError(
+                f"tap {tap} of target {spec.name} ({spec.num_layers} layers) is refused: {reason}; "
+                f"choose taps from 0 to {spec.num_layers - 2}"
+            )
 
 
 def require_one_device(model: nn.Module, name: str) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
-        raise ValueError(f"target {name} is split over {sorted(devices)}; a target on one device was expected: choose a smaller one, or a device that holds it")
+        raise ValueError(
+            f"target {name} is split over {sorted(devices)}; a target on one device was expected: choose a smaller one, or a device that holds it"
+        )

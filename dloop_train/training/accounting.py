@@ -64,9 +64,21 @@ class StepCost:
         return sum(term.moved for term in self.terms)
 
 
-def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train: TrainConfig, deepspeed: DeepSpeedConfig, *, ranks: int = 1,
-              micro_batches: int = 1, row_bytes: float = 0.0, target_flops: float = 0.0, target_bytes: float = 0.0, head_matrices: int = 2,
-              validating_bytes: float = 0.0) -> StepCost:
+def step_cost(
+    drafter: Drafter,
+    target: TargetSpec,
+    counts: "StepCounts",
+    train: TrainConfig,
+    deepspeed: DeepSpeedConfig,
+    *,
+    ranks: int = 1,
+    micro_batches: int = 1,
+    row_bytes: float = 0.0,
+    target_flops: float = 0.0,
+    target_bytes: float = 0.0,
+    head_matrices: int = 2,
+    validating_bytes: float = 0.0,
+) -> StepCost:
     """What a rank does in a step of so many micro-batches, each as large as `counts`.
 
     `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights;
@@ -77,30 +89,59 @@ def step_cost(drafter: Drafter, target: TargetSpec, counts: "StepCounts", train:
     work, held = forward_backward(drafter, counts, again), held_for_backward(drafter, counts, element, again)
     tokens = counts.sequences * counts.length
     inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
-    terms = [Term("target features", forward=micro_batches * target_flops, held=inputs + target_bytes, moved=micro_batches * tokens * row_bytes)]
-    terms += [Term(name, stage, micro_batches * work.get((name, stage), Work()).forward, micro_batches * work.get((name, stage), Work()).backward, held.get((name, stage), 0.0))
-              for name, stage in dict.fromkeys([*work, *held])]
+    terms = [
+        Term(
+            "target features",
+            forward=micro_batches * target_flops,
+            held=inputs + target_bytes,
+            moved=micro_batches * tokens * row_bytes,
+        )
+    ]
+    terms += [
+        Term(
+            name,
+            stage,
+            micro_batches * work.get((name, stage), Work()).forward,
+            micro_batches * work.get((name, stage), Work()).backward,
+            held.get((name, stage), 0.0),
+        )
+        for name, stage in dict.fromkeys([*work, *held])
+    ]
     working = working_space(drafter, counts, held, train.loss_rows, element)
-    terms += [Term("working space", held=working), Term("target's embedding and head", held=head_matrices * target.vocab_size * target.hidden_size * element)]
+    terms += [
+        Term("working space", held=working),
+        Term("target's embedding and head", held=head_matrices * target.vocab_size * target.hidden_size * element),
+    ]
     terms += [Term("validation's target", held=validating_bytes)] if validating_bytes else []
-    return StepCost((*terms, *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working)))
+    return StepCost(
+        (
+            *terms,
+            *state_terms(drafter, train.precision, deepspeed, ranks, micro_batches, graph=sum(held.values()) + working),
+        )
+    )
 
 
-def state_terms(drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float) -> list[Term]:
+def state_terms(
+    drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float
+) -> list[Term]:
     """Weights, gradients and optimiser of a rank. What comes before and after the graph [bytes] of a micro-batch takes the place that it leaves."""
     numbers = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    states = states_of(numbers, trained, precision=precision, deepspeed=deepspeed, ranks=ranks, micro_batches=micro_batches)
+    states = states_of(
+        numbers, trained, precision=precision, deepspeed=deepspeed, ranks=ranks, micro_batches=micro_batches
+    )
     element, updated = 2 if precision == "bfloat16" else 4, trained / (ranks if deepspeed.stage >= 1 else 1)
     # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
     travels = (ranks - 1) / ranks * trained * element
     gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
     early = max(0.0, states.arriving - graph)
     late = max(0.0, states.late - graph - states.gathered - early)
-    return [Term("weights", held=states.weights + states.gathered + early, moved=gathered),
-            Term("gradients", held=states.gradients + late, moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
-            Term("gradients' bucket", held=states.bucket),
-            Term("optimiser", forward=UPDATE_FLOPS * updated, held=states.optimiser, moved=UPDATE_BYTES * updated)]
+    return [
+        Term("weights", held=states.weights + states.gathered + early, moved=gathered),
+        Term("gradients", held=states.gradients + late, moved=travels * (micro_batches if deepspeed.stage >= 2 else 1)),
+        Term("gradients' bucket", held=states.bucket),
+        Term("optimiser", forward=UPDATE_FLOPS * updated, held=states.optimiser, moved=UPDATE_BYTES * updated),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +163,9 @@ class States:
     """More when that graph is gone: the last micro-batch's gradients, and what reducing them or the update needs, whichever is more."""
 
 
-def states_of(numbers: int, trained: int, *, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int) -> States:
+def states_of(
+    numbers: int, trained: int, *, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int
+) -> States:
     """Of so many parameters. ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3.
 
     A case for each optimiser that DeepSpeed takes. With offload, gradients are counted as if they waited here.
@@ -130,24 +173,55 @@ def states_of(numbers: int, trained: int, *, precision: str, deepspeed: DeepSpee
     stage, low, one = deepspeed.stage, precision == "bfloat16", micro_batches == 1
     element, part, bucket = 2 if low else 4, trained / ranks, bucket_of(trained)
     optimiser = 0.0 if deepspeed.offload else (12 if low or stage else 8) * (part if stage else trained)
-    root = 0.0 if deepspeed.offload else 4 * (part if stage else trained)  # AdamW takes the root of all second moments at once
+    root = (
+        0.0 if deepspeed.offload else 4 * (part if stage else trained)
+    )  # AdamW takes the root of all second moments at once
     if stage == 0:
         copies = 4 * trained if low else 0  # of bf16 gradients in fp32, beside them
-        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one else element * trained,
-                      late=element * trained * one + max(element * min(trained, REDUCED), copies + root))
+        return States(
+            weights=element * numbers,
+            optimiser=optimiser,
+            gradients=0 if one else element * trained,
+            late=element * trained * one + max(element * min(trained, REDUCED), copies + root),
+        )
     if stage == 1 and low and not deepspeed.offload:  # adds up in fp32, sends in bf16
-        return States(weights=2 * numbers, optimiser=optimiser, gradients=(4 if one else 6) * trained, late=2 * trained * one + max(2 * trained, root))
+        return States(
+            weights=2 * numbers,
+            optimiser=optimiser,
+            gradients=(4 if one else 6) * trained,
+            late=2 * trained * one + max(2 * trained, root),
+        )
     if stage == 1:
         waiting = 4 * bucket  # gone before the update
-        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one else 4 * trained, bucket=waiting,
-                      late=4 * trained * one + max(0.0, 4 * part - waiting))
+        return States(
+            weights=element * numbers,
+            optimiser=optimiser,
+            gradients=0 if one else 4 * trained,
+            bucket=waiting,
+            late=4 * trained * one + max(0.0, 4 * part - waiting),
+        )
     if stage == 2:
         waiting = 2 * element * bucket  # copied to be sent; gone before the update
         copies = 0 if low else 4 * part  # in fp32 the sum is made anew, instead of added to
-        return States(weights=element * numbers, optimiser=optimiser, gradients=0 if one and not low else 4 * part, bucket=waiting, late=max(0.0, copies + root - waiting))
-    gathered, arriving = (element * min(numbers, most) if ranks > 1 or deepspeed.offload else 0.0 for most in (GATHERED, FETCHED))
-    return States(weights=0.0 if deepspeed.offload else element * numbers / ranks, gathered=gathered, arriving=arriving, optimiser=optimiser,
-                  gradients=4 * part, bucket=element * bucket, late=2 * root)  # and a copy of the gradients
+        return States(
+            weights=element * numbers,
+            optimiser=optimiser,
+            gradients=0 if one and not low else 4 * part,
+            bucket=waiting,
+            late=max(0.0, copies + root - waiting),
+        )
+    gathered, arriving = (
+        element * min(numbers, most) if ranks > 1 or deepspeed.offload else 0.0 for most in (GATHERED, FETCHED)
+    )
+    return States(
+        weights=0.0 if deepspeed.offload else element * numbers / ranks,
+        gathered=gathered,
+        arriving=arriving,
+        optimiser=optimiser,
+        gradients=4 * part,
+        bucket=element * bucket,
+        late=2 * root,
+    )  # and a copy of the gradients
 
 
 REDUCED, FETCHED, GATHERED = 5 * 10**8, 5 * 10**7, 10**9
@@ -200,7 +274,13 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
     for count in branches:
         rows = length * (groups + 1) / (2 * groups) * count / (count + 1)  # the last of so many places
         looks.append(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers))
-    return StepCounts(sequences, length, branches, tuple(looks), tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)))
+    return StepCounts(
+        sequences,
+        length,
+        branches,
+        tuple(looks),
+        tuple(sequences * origins * drafter.k * count / len(depths) for count in supervised_depths(terms)),
+    )
 
 
 def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> StepCounts:
@@ -212,7 +292,15 @@ def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms
         alive = origins.alive(stage)
         branches.append(float(sequences * alive))
         seen = sight.take(alive)
-        looks.append(tuple(float(sequences * sum(looked_at(seen, alive, ahead, layer.window) for ahead in rows_ahead(flops, drafter.k, stage))) for layer in drafter.shape.layers))
+        looks.append(
+            tuple(
+                float(
+                    sequences
+                    * sum(looked_at(seen, alive, ahead, layer.window) for ahead in rows_ahead(flops, drafter.k, stage))
+                )
+                for layer in drafter.shape.layers
+            )
+        )
         picked = supervised(batch, origins.position, stage, drafter.k) * terms.branches(stage, origins.depth)[..., None]
         # A stage that carries loss and has no supervised slot runs one of weight zero.
         rows.append(max(float(picked.sum()), 1.0) if terms.of_stage(stage) else 0.0)
@@ -224,12 +312,18 @@ def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
     slots = flops.queries // flops.passes
     if not flops.has_own:
         return [[-1] * slots] * flops.passes
-    return [list(range((stage - 1) * k + number * slots, (stage - 1) * k + (number + 1) * slots)) for number in range(flops.passes)]
+    return [
+        list(range((stage - 1) * k + number * slots, (stage - 1) * k + (number + 1) * slots))
+        for number in range(flops.passes)
+    ]
 
 
 def looked_at(sight: Sight, branches: int, ahead: list[int], window: int | None) -> int:
     """Queries of one sequence times rows of the context, group by group of branches."""
-    return sum(len(range(branches)[part.branches]) * len(ahead) * (part.rows.stop - part.rows.start) for part in sight.parts(ahead, window))
+    return sum(
+        len(range(branches)[part.branches]) * len(ahead) * (part.rows.stop - part.rows.start)
+        for part in sight.parts(ahead, window)
+    )
 
 
 def most_of(sequences: int, origins: int, share: float) -> float:
@@ -238,7 +332,9 @@ def most_of(sequences: int, origins: int, share: float) -> float:
         return origins * share
     below, most = 0.0, 0.0
     for count in range(origins):
-        ways = lgamma(origins + 1) - lgamma(count + 1) - lgamma(origins - count + 1)  # as a logarithm: of thousands of origins they are more than a float holds
+        ways = (
+            lgamma(origins + 1) - lgamma(count + 1) - lgamma(origins - count + 1)
+        )  # as a logarithm: of thousands of origins they are more than a float holds
         below += exp(ways + count * log(share) + (origins - count) * log1p(-share))
         most += 1 - min(below, 1.0) ** sequences
     return most
@@ -251,8 +347,13 @@ def depths_of(terms: Terms) -> list[int]:
 
 def supervised_depths(terms: Terms) -> list[int]:
     """How many of the depths carry loss in each stage."""
-    return [sum(terms.of_stage(stage) is not None and stage <= depth and bool(terms.branches(stage, torch.tensor(depth))) for depth in depths_of(terms))
-            for stage in range(1, terms.depth_exposure + 2)]
+    return [
+        sum(
+            terms.of_stage(stage) is not None and stage <= depth and bool(terms.branches(stage, torch.tensor(depth)))
+            for depth in depths_of(terms)
+        )
+        for stage in range(1, terms.depth_exposure + 2)
+    ]
 
 
 def mean_stages(terms: Terms) -> float:
@@ -286,12 +387,21 @@ def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again(
     """
     flops, k = drafter.flops(), drafter.k
     terms = {("context K/V", 0): counts.sequences * counts.length * flops.context}
-    pairs = [2 * layer.num_attention_heads * layer.head_dim for layer in drafter.shape.layers]  # one product of a query with a key, in every head
+    pairs = [
+        2 * layer.num_attention_heads * layer.head_dim for layer in drafter.shape.layers
+    ]  # one product of a query with a key, in every head
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
         terms["layers", stage] = branches * with_forward(flops.stage, again.stages)
         # Scores over the context are computed again in the backward pass, instead of held.
-        terms["attention to context", stage] = sum(looks * pair for looks, pair in zip(counts.looks[stage - 1], pairs, strict=True)) * with_forward(Work(2, 5), again.stages)
-        terms["attention to own states", stage] = branches * (own_pairs(flops, k, stage) if flops.has_own else 0) * sum(pairs) * with_forward(Work(2, 4), again.stages)
+        terms["attention to context", stage] = sum(
+            looks * pair for looks, pair in zip(counts.looks[stage - 1], pairs, strict=True)
+        ) * with_forward(Work(2, 5), again.stages)
+        terms["attention to own states", stage] = (
+            branches
+            * (own_pairs(flops, k, stage) if flops.has_own else 0)
+            * sum(pairs)
+            * with_forward(Work(2, 4), again.stages)
+        )
         terms["own states' K/V", stage] = (branches * k if stage > 1 else 0) * with_forward(flops.own, again.stages)
         terms["token heads", stage] = (branches if rows else 0) * flops.slots
         terms["logits", stage] = rows * with_forward(flops.row, again.rows)
@@ -318,7 +428,9 @@ def trained_head(flops: Flops) -> float:
 # Memory
 
 
-def held_for_backward(drafter: Drafter, counts: StepCounts, element: int, again: Again = Again()) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
+def held_for_backward(
+    drafter: Drafter, counts: StepCounts, element: int, again: Again = Again()
+) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
     """Bytes that a micro-batch's graph keeps until its backward pass, by (term, stage).
 
     Counted are the tensors that autograd saves in eager mode; small ones (positions, masks, tables of rotary positions)
@@ -338,11 +450,17 @@ def held_for_backward(drafter: Drafter, counts: StepCounts, element: int, again:
         terms["attention to own states", stage] = branches * own * (score + kept * flops.passes / flops.queries)
         terms["own states' K/V", stage] = branches * k * (norm + keys) if flops.own.total and stage > 1 else 0.0
         if again.stages:  # kept are the stage's output and its own states; one stage at a time has its graph again
-            whole = {name: terms.pop((name, stage), 0.0) for name in ("layers", "attention to own states", "own states' K/V")}
+            whole = {
+                name: terms.pop((name, stage), 0.0) for name in ("layers", "attention to own states", "own states' K/V")
+            }
             terms["layers", stage] = branches * (flops.queries * shape.hidden_size * element + k * kept)
             terms["a stage computed again", 0] = max(terms.get(("a stage computed again", 0), 0.0), sum(whole.values()))
         # The rows' gradient waits for the backward pass, and so does that of a trained head.
-        terms["logits", stage] = (branches * k * norm + rows * 2 * shape.hidden_size * element + trained_head(flops) * element) if rows else 0.0
+        terms["logits", stage] = (
+            (branches * k * norm + rows * 2 * shape.hidden_size * element + trained_head(flops) * element)
+            if rows
+            else 0.0
+        )
     return {name: held for name, held in terms.items() if held}
 
 
@@ -355,14 +473,20 @@ def layer_bytes(layer: DecoderLayer, element: int) -> int:
     """Of a row through a layer, scores left out: norms, queries before and behind norm and rotation, values mixed from context and own states, four tensors of the MLP."""
     attention = layer.self_attn
     norms = sum(norm_bytes(part, element) for part in layer.children() if isinstance(part, RMSNorm))
-    queries = attention.heads * (attention.size * (4 + 3 * attention.gated) * element + head_norm_bytes(attention, element))
+    queries = attention.heads * (
+        attention.size * (4 + 3 * attention.gated) * element + head_norm_bytes(attention, element)
+    )
     return norms + queries + key_bytes(layer, element) + 4 * layer.mlp.gate_proj.out_features * element
 
 
 def key_bytes(layer: DecoderLayer, element: int) -> int:
     """Of a row's keys and values."""
     attention = layer.self_attn
-    return attention.groups * (2 * attention.size * element + head_norm_bytes(attention, element)) if hasattr(attention, "k_proj") else 0
+    return (
+        attention.groups * (2 * attention.size * element + head_norm_bytes(attention, element))
+        if hasattr(attention, "k_proj")
+        else 0
+    )
 
 
 def head_norm_bytes(attention: torch.nn.Module, element: int) -> int:
@@ -374,10 +498,16 @@ def pairing_bytes(drafter: Drafter, element: int) -> int:
     """Of a pass that pairs a token with a hidden state before its layers: both halves as the products read them, and the norms of the drafter itself."""
     passes_on = drafter.flops().passes > 1
     norms = [part for part in drafter.children() if isinstance(part, RMSNorm) and part is not drafter.norm]
-    return (2 * drafter.shape.target_hidden_size * element + sum(norm_bytes(norm, element) for norm in norms)) if passes_on else 0
+    return (
+        (2 * drafter.shape.target_hidden_size * element + sum(norm_bytes(norm, element) for norm in norms))
+        if passes_on
+        else 0
+    )
 
 
-def working_space(drafter: Drafter, counts: StepCounts, held: dict[tuple[str, int], float], loss_rows: int, element: int) -> float:
+def working_space(
+    drafter: Drafter, counts: StepCounts, held: dict[tuple[str, int], float], loss_rows: int, element: int
+) -> float:
     """What comes and goes on top of the graph when most is held: a stage's chunk of logits, or a pass's scores, whichever is more.
 
     A stage's loss comes when the graph of later stages is not there yet, or no more.
@@ -385,8 +515,16 @@ def working_space(drafter: Drafter, counts: StepCounts, held: dict[tuple[str, in
     flops, heads = drafter.flops(), max(layer.self_attn.heads for layer in drafter.layers)
     most = 0.0
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
-        so_far = sum(size for (_, of_stage), size in held.items() if of_stage <= stage) - (trained_head(flops) * element if rows else 0)
-        scores = counts.sequences * min(QUERIES, branches / counts.sequences * flops.queries / flops.passes) * heads * counts.length * (8 + element)
+        so_far = sum(size for (_, of_stage), size in held.items() if of_stage <= stage) - (
+            trained_head(flops) * element if rows else 0
+        )
+        scores = (
+            counts.sequences
+            * min(QUERIES, branches / counts.sequences * flops.queries / flops.passes)
+            * heads
+            * counts.length
+            * (8 + element)
+        )
         most = max(most, so_far + max(scores, chunk_bytes(drafter, flops, min(loss_rows, rows), element)))
     return max(0.0, most - sum(held.values()))
 
@@ -397,7 +535,11 @@ def chunk_bytes(drafter: Drafter, flops: Flops, rows: float, element: int) -> fl
     # With a reduced vocabulary the target's logits are taken whole, and its columns copied out of them.
     whole = rows * drafter.teacher_vocabulary * element if taught and vocabulary < drafter.teacher_vocabulary else 0
     wide = 16 if taught else 8 + element % 4  # bf16 logits stand beside the fp32 ones
-    return max(rows * vocabulary * wide + trained_head(flops) * (element + 4), rows * vocabulary * 2 * element + whole) if rows else 0.0
+    return (
+        max(rows * vocabulary * wide + trained_head(flops) * (element + 4), rows * vocabulary * 2 * element + whole)
+        if rows
+        else 0.0
+    )
 
 
 def draft_vocabulary(drafter: Drafter) -> int:

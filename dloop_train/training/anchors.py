@@ -66,8 +66,8 @@ def draw_origins(batch: TextBatch, k: int, *, count: int, depth_exposure: int, s
     position = torch.ones(len(rows), widest, dtype=torch.long)
     depth = torch.zeros(len(rows), widest, dtype=torch.long)
     for number, (chosen, depths) in enumerate(rows):
-        position[number, :len(chosen)] = torch.from_numpy(chosen)
-        depth[number, :len(depths)] = torch.from_numpy(depths)
+        position[number, : len(chosen)] = torch.from_numpy(chosen)
+        depth[number, : len(depths)] = torch.from_numpy(depths)
     device = batch.tokens.device
     return Origins(position.to(device), depth.to(device))
 
@@ -87,10 +87,12 @@ def supervised(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Tensor:
     inside = (positions < batch.tokens.shape[1]) & at(batch.loss_mask, positions)
     if batch.first is not None:  # a neighbour's tokens are no labels
         inside = inside & (at(batch.first, positions) == at(batch.first, origins)[..., None])
-    return inside.long().cumprod(-1)[..., (stage - 1) * k:].float()
+    return inside.long().cumprod(-1)[..., (stage - 1) * k :].float()
 
 
 def labels_of(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Labels:
     """What stage `stage` (from 1) of each branch [B, N] should have said."""
     positions = origins[..., None] + (stage - 1) * k + torch.arange(1, k + 1, device=origins.device)  # [B, N, k]
-    return Labels(at(batch.tokens, positions), at(batch.last_hidden, positions - 1), supervised(batch, origins, stage, k))
+    return Labels(
+        at(batch.tokens, positions), at(batch.last_hidden, positions - 1), supervised(batch, origins, stage, k)
+    )

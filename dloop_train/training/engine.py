@@ -19,7 +19,17 @@ from tqdm import tqdm
 from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import Source, TextBatch, packed
 from dloop_train.drafters.base import Drafter
-from dloop_train.ranks import STOP, barrier, gather_over_ranks, most_over_ranks, peak_memory, rank, say, sum_over_ranks, world_size
+from dloop_train.ranks import (
+    STOP,
+    barrier,
+    gather_over_ranks,
+    most_over_ranks,
+    peak_memory,
+    rank,
+    say,
+    sum_over_ranks,
+    world_size,
+)
 from dloop_train.runs import keep_rows
 from dloop_train.training.anchors import Origins, draw_origins
 from dloop_train.training.metrics import MetricLog, Sums, add_sums, reduce_sums
@@ -110,14 +120,27 @@ class Window:
         """Rates of all ranks together, and the worst rank's memory."""
         seconds = time.perf_counter() - self.started
         wait = sum(gather_over_ranks(self.wait)) / world_size()
-        return {"tokens_per_second": self.tokens / seconds, "origins_per_second": self.origins / seconds, "seconds_per_step": seconds / self.steps,
-                "wait_share": wait / seconds, "memory_gb": most_over_ranks(peak_memory()) / 1e9}
+        return {
+            "tokens_per_second": self.tokens / seconds,
+            "origins_per_second": self.origins / seconds,
+            "seconds_per_step": seconds / self.steps,
+            "wait_share": wait / seconds,
+            "memory_gb": most_over_ranks(peak_memory()) / 1e9,
+        }
 
 
 class Trainer:
     """Trains a drafter on a source of features; everything that decides a step's numbers is a function of its number."""
 
-    def __init__(self, drafter: Drafter, source: Source, settings: TrainConfig, deepspeed: DeepSpeedConfig, folder: Path, log: MetricLog):
+    def __init__(
+        self,
+        drafter: Drafter,
+        source: Source,
+        settings: TrainConfig,
+        deepspeed: DeepSpeedConfig,
+        folder: Path,
+        log: MetricLog,
+    ):
         self.drafter, self.source, self.settings, self.log = drafter, source, settings, log
         self.run_folder = folder.parent
         self.plan = Plan(source.lengths, settings)
@@ -128,9 +151,17 @@ class Trainer:
         self.saves.tidy()
         last = last_of(folder)
         universal = last is not None and self.saves.universal(last, deepspeed.stage)
-        unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), detach=settings.detach, max_rows=settings.loss_rows, recompute=settings.recompute)
+        unroll = Unroll(
+            drafter,
+            Terms(settings.depth_exposure, settings.stages),
+            detach=settings.detach,
+            max_rows=settings.loss_rows,
+            recompute=settings.recompute,
+        )
         self.engine = start_engine(unroll, settings, deepspeed, self.plan.turns(world_size()), universal=universal)
-        self.guarded = deepspeed.stage > 0 or settings.precision == "bfloat16"  # DeepSpeed's own optimisers skip what is not finite
+        self.guarded = (
+            deepspeed.stage > 0 or settings.precision == "bfloat16"
+        )  # DeepSpeed's own optimisers skip what is not finite
         self.device = self.engine.device
         drafter.borrow(drafter.head.to(self.device, self.dtype))
         self.standing = self.resume(last, universal) if last else Standing()
@@ -154,7 +185,10 @@ class Trainer:
         total = self.plan.steps
         if validate is not None and self.step == 0:
             self.validate(validate)
-        with ThreadPoolExecutor(1) as ahead, tqdm(total=total, initial=self.step, unit="step", desc="train", disable=rank() != 0) as bar:
+        with (
+            ThreadPoolExecutor(1) as ahead,
+            tqdm(total=total, initial=self.step, unit="step", desc="train", disable=rank() != 0) as bar,
+        ):
             waiting = ahead.submit(self.load, min(self.step, total - 1))
             window = Window(time.perf_counter())
             while self.step < total and not self.out_of_patience:
@@ -170,12 +204,21 @@ class Trainer:
                 bar.update()
                 if metrics is not None:
                     bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
-                if metrics is not None and (self.step % self.settings.log_every == 0 or self.step in (1, total)):  # a skipped step's rates stand in the next row
+                if metrics is not None and (
+                    self.step % self.settings.log_every == 0 or self.step in (1, total)
+                ):  # a skipped step's rates stand in the next row
                     self.log.write(self.step, metrics | window.row() | {"skipped": self.standing.skipped})
                     window = Window(time.perf_counter())
-                if validate is not None and (self.step == total or self.validate_every and self.step % self.validate_every == 0):
+                if validate is not None and (
+                    self.step == total or self.validate_every and self.step % self.validate_every == 0
+                ):
                     window.started += self.validate(validate)
-                if self.step % self.settings.save_every == 0 or self.step == total or agreed.stop or self.out_of_patience:
+                if (
+                    self.step % self.settings.save_every == 0
+                    or self.step == total
+                    or agreed.stop
+                    or self.out_of_patience
+                ):
                     self.saves.save(self.engine, self.drafter, self.step, {"standing": asdict(self.standing)})
                 if agreed.stop:
                     break
@@ -186,10 +229,14 @@ class Trainer:
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
         if self.standing.skipped:
-            say(f"train: {self.standing.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}")
+            say(
+                f"train: {self.standing.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}"
+            )
         if self.best is not None and self.best.step == 0 and self.step > 0:
-            say(f"train: on the validation responses no checkpoint is predicted to be faster than the drafter that training started from "
-                f"({self.best.score:.1f} tokens/s): with export.checkpoint=best that drafter is exported as it was")
+            say(
+                f"train: on the validation responses no checkpoint is predicted to be faster than the drafter that training started from "
+                f"({self.best.score:.1f} tokens/s): with export.checkpoint=best that drafter is exported as it was"
+            )
         if self.out_of_patience:
             say(f"train: no validation after step {self.best.step} was better; stopped early at step {self.step}")
         return self.step == self.plan.steps or self.out_of_patience
@@ -198,7 +245,9 @@ class Trainer:
 
     def load(self, step: int) -> list[TextBatch]:
         """This rank's micro-batches from the source; runs ahead in a thread, and its errors travel."""
-        return [self.source.read(indices or [self.stand_in]) for indices in self.plan.shares(step, world_size())[rank()]]
+        return [
+            self.source.read(indices or [self.stand_in]) for indices in self.plan.shares(step, world_size())[rank()]
+        ]
 
     def prepare(self, waiting: Future) -> Prepared:
         started = time.perf_counter()
@@ -206,10 +255,23 @@ class Trainer:
         wait = time.perf_counter() - started
         texts = [self.laid_out(featureless(batch)) for batch in batches]
         share = self.plan.shares(self.step, world_size())[rank()]
-        origins = [draw_origins(text, self.drafter.k, count=self.settings.origins, depth_exposure=self.plan.depth_exposure(self.step),
-                                seed=self.settings.seed, epoch=self.plan.epoch(self.step)) for text in texts]
-        origins = [o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)]
-        return Prepared(batches, texts, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait)
+        origins = [
+            draw_origins(
+                text,
+                self.drafter.k,
+                count=self.settings.origins,
+                depth_exposure=self.plan.depth_exposure(self.step),
+                seed=self.settings.seed,
+                epoch=self.plan.epoch(self.step),
+            )
+            for text in texts
+        ]
+        origins = [
+            o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)
+        ]
+        return Prepared(
+            batches, texts, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait
+        )
 
     def laid_out(self, batch: TextBatch) -> TextBatch:
         return packed(batch) if self.settings.pack else batch
@@ -218,12 +280,16 @@ class Trainer:
         """Sum over ranks what the loss is divided by, and hear what the first rank wants."""
         unroll = self.engine.module
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
-        weights = sum(unroll.weights(text, origins) for text, origins in zip(prepared.texts, prepared.origins, strict=True))
+        weights = sum(
+            unroll.weights(text, origins) for text, origins in zip(prepared.texts, prepared.origins, strict=True)
+        )
         origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
         stop = rank() == 0 and (self.run_folder / STOP).exists()
-        both = sum_over_ranks(torch.cat([weights, torch.tensor([prepared.tokens, origins, stop]).to(weights)]).to(self.device))
-        tokens, origins, stop = both[len(TERMS):].tolist()
-        return Agreed(both[:len(TERMS)], tokens, origins, bool(stop))
+        both = sum_over_ranks(
+            torch.cat([weights, torch.tensor([prepared.tokens, origins, stop]).to(weights)]).to(self.device)
+        )
+        tokens, origins, stop = both[len(TERMS) :].tolist()
+        return Agreed(both[: len(TERMS)], tokens, origins, bool(stop))
 
     def run_step(self, prepared: Prepared, agreed: Agreed) -> dict[str, float | list[float]] | None:
         """Forward, backward and update over all micro-batches of the step. None where it was skipped."""
@@ -269,16 +335,26 @@ class Trainer:
 
     def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:
         """Count a step that changed nothing, note whose samples it had, and stop the run when there are too many."""
-        mine = [{"samples": list(text.ids), "finite": bool(loss.isfinite())} for text, loss in zip(prepared.texts, losses, strict=True)]
+        mine = [
+            {"samples": list(text.ids), "finite": bool(loss.isfinite())}
+            for text, loss in zip(prepared.texts, losses, strict=True)
+        ]
         row = {"step": self.step + 1, "micro_batches": [micro for rows in gather_over_ranks(mine) for micro in rows]}
-        self.standing = replace(self.standing, step=self.step + 1, skipped=self.standing.skipped + 1, skipped_in_a_row=self.standing.skipped_in_a_row + 1)
+        self.standing = replace(
+            self.standing,
+            step=self.step + 1,
+            skipped=self.standing.skipped + 1,
+            skipped_in_a_row=self.standing.skipped_in_a_row + 1,
+        )
         path = self.run_folder / SKIPPED
         if rank() == 0:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         say(f"train: step {self.step} is skipped, a loss or gradient is not finite; its samples stand in {path}")
         if too_many := too_many_skipped(self.standing, self.settings):
-            raise ValueError(f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples")
+            raise ValueError(
+                f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples"
+            )
 
     # Validation
 
@@ -292,10 +368,16 @@ class Trainer:
         self.step_seconds.append(step_seconds)
         if len(self.step_seconds) < TIMED:
             return
-        steps = math.ceil(self.standing.validation_seconds / statistics.median(self.step_seconds) * (1 / self.settings.validate_share - 1))
+        steps = math.ceil(
+            self.standing.validation_seconds
+            / statistics.median(self.step_seconds)
+            * (1 / self.settings.validate_share - 1)
+        )
         steps = int(most_over_ranks(max(steps, 1)))
         self.standing = replace(self.standing, validate_every=steps)
-        say(f"train: validates every {steps} steps, which takes about {self.settings.validate_share:.0%} of the time (train.validate_share); train.validate_every={steps} would say it for every run")
+        say(
+            f"train: validates every {steps} steps, which takes about {self.settings.validate_share:.0%} of the time (train.validate_share); train.validate_every={steps} would say it for every run"
+        )
 
     def validate(self, validate: Validate) -> float:
         """Returns the seconds that it took."""
@@ -335,8 +417,10 @@ def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
     if standing.skipped_in_a_row > settings.max_skipped:
         return f"{standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows {settings.max_skipped}"
     if standing.skipped > max(settings.max_skipped, settings.max_skipped_share * standing.step):
-        return (f"{standing.skipped} of {standing.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
-                f"train.max_skipped_share={settings.max_skipped_share} allow fewer")
+        return (
+            f"{standing.skipped} of {standing.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
+            f"train.max_skipped_share={settings.max_skipped_share} allow fewer"
+        )
     return ""
 
 
@@ -357,14 +441,31 @@ def forget_rows_after(path: Path, step: int) -> None:
         keep_rows(path, lambda row: row["step"] <= step)
 
 
-def start_engine(unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int, *, universal: bool):
+def start_engine(
+    unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int, *, universal: bool
+):
     """DeepSpeed's engine; on a CPU no op of it is compiled. `universal`: the checkpoint to be loaded is one that fits any number of ranks."""
     import deepspeed
+
     trained = [parameter for parameter in unroll.parameters() if parameter.requires_grad]
-    config = {"train_micro_batch_size_per_gpu": settings.micro_batch_size, "gradient_accumulation_steps": accumulation, "gradient_clipping": settings.clip,
-              "steps_per_print": 10**9, "zero_optimization": zero_of(deepspeed_settings, sum(parameter.numel() for parameter in trained)), "bf16": {"enabled": settings.precision == "bfloat16"},
-              "checkpoint": {"load_universal": universal},
-              "optimizer": {"type": "AdamW", "params": {"lr": settings.lr, "betas": [0.9, settings.beta2], "weight_decay": settings.weight_decay, "torch_adam": True}}}
+    config = {
+        "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": settings.clip,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero_of(deepspeed_settings, sum(parameter.numel() for parameter in trained)),
+        "bf16": {"enabled": settings.precision == "bfloat16"},
+        "checkpoint": {"load_universal": universal},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": settings.lr,
+                "betas": [0.9, settings.beta2],
+                "weight_decay": settings.weight_decay,
+                "torch_adam": True,
+            },
+        },
+    }
     if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimiser prints its memory line by line

@@ -21,7 +21,7 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
     queries and keys that the target lacks start at the mean size of its queries and keys.
     """
     model = load_target(target, dtype="float32", device="cpu")
-    theirs = layers_like(drafter.layers[0], model)[-len(drafter.layers):]
+    theirs = layers_like(drafter.layers[0], model)[-len(drafter.layers) :]
     sizes = head_sizes(model, theirs, [response.prompt_ids + response.response_ids for response in responses[:4]])
     with torch.no_grad():
         for layer, source, (query, key) in zip(drafter.layers, theirs, sizes, strict=True):
@@ -58,7 +58,12 @@ def copy_layer(ours: DecoderLayer, theirs: nn.Module, centre: float) -> None:
     for name in ("q_norm", "k_norm"):
         copy_gain(getattr(ours.self_attn, name, None), getattr(theirs.self_attn, name, None), centre)
     # What stands in front of the MLP is called pre_feedforward_layernorm where post_attention_layernorm stands behind the attention.
-    before_mlp = [layer.pre_feedforward_layernorm if hasattr(layer, "pre_feedforward_layernorm") else layer.post_attention_layernorm for layer in (ours, theirs)]
+    before_mlp = [
+        layer.pre_feedforward_layernorm
+        if hasattr(layer, "pre_feedforward_layernorm")
+        else layer.post_attention_layernorm
+        for layer in (ours, theirs)
+    ]
     copy_gain(ours.input_layernorm, theirs.input_layernorm, centre)
     copy_gain(*before_mlp, centre)
     if ours.sandwich and hasattr(theirs, "pre_feedforward_layernorm"):
@@ -81,7 +86,7 @@ def copy_projection(ours: nn.Linear, theirs: nn.Linear, heads: int) -> None:
         weight.copy_(source)
     elif weight.shape == (source.shape[0], 2 * source.shape[1]):
         weight.zero_()
-        weight[:, source.shape[1]:] = source
+        weight[:, source.shape[1] :] = source
 
 
 def copy_gain(ours: nn.Module | None, theirs: nn.Module | None, centre: float) -> None:
@@ -106,8 +111,10 @@ def head_sizes(model: Target, layers: list[nn.Module], texts: list[list[int]]) -
     for layer in layers:
         seen.append([0.0, 0.0])
         for place, projection in enumerate((layer.self_attn.q_proj, layer.self_attn.k_proj)):
+
             def record(module, args, output, row=seen[-1], place=place):
                 row[place] += float(output.pow(2).mean().sqrt()) / len(texts)
+
             handles.append(projection.register_forward_hook(record))
     for ids in texts:
         model.read(torch.tensor([ids]))

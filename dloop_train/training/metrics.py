@@ -23,16 +23,26 @@ Sums = dict[str, tuple[Tensor, Tensor]]
 
 def add_sums(old: Sums, new: Sums) -> Sums:
     """The sums of two parts of a step."""
-    both = {name: (old[name][0] + total, old[name][1] + count) if name in old else (total, count) for name, (total, count) in new.items()}
+    both = {
+        name: (old[name][0] + total, old[name][1] + count) if name in old else (total, count)
+        for name, (total, count) in new.items()
+    }
     return old | both
 
 
 def reduce_sums(sums: Sums) -> dict:
     """Means over all ranks and micro-batches of named (sum, count) pairs; vectors become lists, and None stands where nothing was counted."""
     names = sorted(sums)
-    pairs = [torch.stack([total.detach().float(), count.detach().float().expand_as(total)]) for total, count in map(sums.get, names)]
-    whole = sum_over_ranks(torch.cat([pair.flatten() for pair in pairs])).split([pair.numel() for pair in pairs])  # one sum for all of them
-    return {name: mean_of(*summed.view_as(pair).tolist()) for name, summed, pair in zip(names, whole, pairs, strict=True)}
+    pairs = [
+        torch.stack([total.detach().float(), count.detach().float().expand_as(total)])
+        for total, count in map(sums.get, names)
+    ]
+    whole = sum_over_ranks(torch.cat([pair.flatten() for pair in pairs])).split(
+        [pair.numel() for pair in pairs]
+    )  # one sum for all of them
+    return {
+        name: mean_of(*summed.view_as(pair).tolist()) for name, summed, pair in zip(names, whole, pairs, strict=True)
+    }
 
 
 def mean_of(total: float | list[float], count: float | list[float]) -> float | list | None:
@@ -51,7 +61,9 @@ class MetricLog:
     The validation of step `best` stays: its weights do, and their threshold stands there alone.
     """
 
-    def __init__(self, folder: Path, settings: LogConfig, *, name: str, config: dict, start: int, best: int | None = None):
+    def __init__(
+        self, folder: Path, settings: LogConfig, *, name: str, config: dict, start: int, best: int | None = None
+    ):
         self.folder = folder
         self.run = None
         if rank() != 0:
@@ -91,15 +103,27 @@ class MetricLog:
             self.run.finish()
 
 
-def log_report(folder: Path, settings: LogConfig, *, name: str, config: dict, rows: list[dict[str, str]], summary: dict[str, float],
-               figures: dict[str, bytes], files: dict[str, str]) -> None:
+def log_report(
+    folder: Path,
+    settings: LogConfig,
+    *,
+    name: str,
+    config: dict,
+    rows: list[dict[str, str]],
+    summary: dict[str, float],
+    figures: dict[str, bytes],
+    files: dict[str, str],
+) -> None:
     """The report of a run as a W&B run of the same group: its table, its numbers, its figures, and its files as an artifact."""
     run = start_wandb(folder, settings, name=name, job="report", config=config)
     if run is None:
         return
     import wandb
-    run.log({"evaluation/table": wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}
-            | {f"figures/{title}": wandb.Image(Image.open(io.BytesIO(png))) for title, png in figures.items()})
+
+    run.log(
+        {"evaluation/table": wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])}
+        | {f"figures/{title}": wandb.Image(Image.open(io.BytesIO(png))) for title, png in figures.items()}
+    )
     run.summary.update({f"evaluation/{key}": value for key, value in summary.items()})
     artifact = wandb.Artifact(f"{name}-report", type="report")
     for file, text in files.items():
@@ -115,7 +139,10 @@ def for_wandb(row: dict) -> dict:
     for name, value in row.items():
         if name.endswith(HISTOGRAM):
             import wandb
-            values[name.removesuffix(HISTOGRAM)] = wandb.Histogram(np_histogram=(np.array(value), np.linspace(0, 1, len(value) + 1)))
+
+            values[name.removesuffix(HISTOGRAM)] = wandb.Histogram(
+                np_histogram=(np.array(value), np.linspace(0, 1, len(value) + 1))
+            )
         else:
             values |= flat(name, value)
     return values
@@ -125,7 +152,9 @@ def flat(name: str, value) -> dict[str, float]:
     """Lists and dictionaries as one number an entry; what is unknown is left out."""
     entries = dict(enumerate(value)) if isinstance(value, list) else value
     if isinstance(entries, dict):
-        return {key: number for entry, inner in entries.items() for key, number in flat(f"{name}/{entry}", inner).items()}
+        return {
+            key: number for entry, inner in entries.items() for key, number in flat(f"{name}/{entry}", inner).items()
+        }
     return {} if value is None else {name: value}
 
 
@@ -136,9 +165,20 @@ def start_wandb(folder: Path, settings: LogConfig, *, name: str, job: str, confi
         return None
     os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # where artifacts wait for their upload
     import wandb
+
     identity = wandb_id(folder)
-    return wandb.init(project=settings.project, name=f"{name} {job}", id=f"{identity}-{job}", resume="allow", group=f"{name}-{identity}", job_type=job, mode=mode,
-                      dir=str(folder), config=config, settings=wandb.Settings(silent=True, console="off"))
+    return wandb.init(
+        project=settings.project,
+        name=f"{name} {job}",
+        id=f"{identity}-{job}",
+        resume="allow",
+        group=f"{name}-{identity}",
+        job_type=job,
+        mode=mode,
+        dir=str(folder),
+        config=config,
+        settings=wandb.Settings(silent=True, console="off"),
+    )
 
 
 WANDB_ID = "wandb_id"

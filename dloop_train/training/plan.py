@@ -37,7 +37,9 @@ class Plan:
         """Each recipe warms up and decays by itself."""
         if step < self.base_steps:
             return learning_rate(step, self.base_steps, self.settings.base_lr, self.settings.warmup)
-        return learning_rate(step - self.base_steps, self.steps - self.base_steps, self.settings.lr, self.settings.warmup)
+        return learning_rate(
+            step - self.base_steps, self.steps - self.base_steps, self.settings.lr, self.settings.warmup
+        )
 
     def progress(self, step: int) -> float:
         """How far the released objective has come, in [0, 1]: base steps bring it to its end, without them all steps do."""

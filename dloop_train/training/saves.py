@@ -103,7 +103,7 @@ class Checkpoints:
             os.replace(beside, self.folder / tag)
             flush([self.folder])
             write_atomic(self.folder / POINTER, json.dumps({"tag": tag, "step": step, "world_size": world_size()}))
-            for old in sorted(self.folder.glob("step-*"))[:-self.keep]:
+            for old in sorted(self.folder.glob("step-*"))[: -self.keep]:
                 shutil.rmtree(old)
         barrier()
 
@@ -111,8 +111,10 @@ class Checkpoints:
         """Stop before a save that cannot end well."""
         needed, free = checkpoint_bytes(drafter), shutil.disk_usage(self.folder).free
         if free < needed:
-            raise OSError(f"{self.folder} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB; "
-                          f"the last one is kept. Make room or lower train.keep ({self.keep}), and run the same command again")
+            raise OSError(
+                f"{self.folder} has {free / 1e9:.3g} GB free, a checkpoint needs {needed / 1e9:.3g} GB; "
+                f"the last one is kept. Make room or lower train.keep ({self.keep}), and run the same command again"
+            )
 
     def mark_best(self, drafter: Drafter, best: Best) -> None:
         """Keep these weights in best/. Step and score stand in the file itself, so that they can be renamed together."""
@@ -135,7 +137,9 @@ class Checkpoints:
         if last.world_size == world_size() or stage == 0:  # stage 0 divides nothing
             return False
         if rank() == 0:
-            say(f"train: {last.tag} was written by {last.world_size} rank(s), this run has {world_size()}: converting it")
+            say(
+                f"train: {last.tag} was written by {last.world_size} rank(s), this run has {world_size()}: converting it"
+            )
             convert(self.folder / last.tag, self.folder / f"{last.tag}{UNIVERSAL}")
         barrier()
         return True
@@ -143,9 +147,14 @@ class Checkpoints:
     def load(self, engine, last: Last, *, universal: bool) -> dict:
         """Fill the engine; returns what was saved as `state`."""
         tag = last.tag + UNIVERSAL * universal
-        check((self.folder / tag).is_dir(), f"{self.folder / POINTER} names {tag}, which is not there; bring it back, or delete {self.folder} to start anew")
+        check(
+            (self.folder / tag).is_dir(),
+            f"{self.folder / POINTER} names {tag}, which is not there; bring it back, or delete {self.folder} to start anew",
+        )
         path, state = engine.load_checkpoint(str(self.folder), tag=tag)
-        check(path is not None, f"{self.folder / tag} could not be loaded; delete {self.folder / POINTER} to start anew")
+        check(
+            path is not None, f"{self.folder / tag} could not be loaded; delete {self.folder / POINTER} to start anew"
+        )
         barrier()
         if universal and rank() == 0:
             shutil.rmtree(self.folder / tag)
@@ -157,10 +166,25 @@ def convert(checkpoint: Path, universal: Path) -> None:
     """DeepSpeed's own conversion, in a process of its own because it starts workers; whole when it has its name."""
     beside = universal.with_name(universal.name + PARTIAL)
     workers = str(min(4, os.cpu_count() or 1))
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(checkpoint), "--output_folder", str(beside),
-               "--num_extract_workers", workers, "--num_merge_workers", workers, "--inject_missing_state"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--input_folder",
+        str(checkpoint),
+        "--output_folder",
+        str(beside),
+        "--num_extract_workers",
+        workers,
+        "--num_merge_workers",
+        workers,
+        "--inject_missing_state",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    check(result.returncode == 0, f"{checkpoint} could not be converted for {world_size()} rank(s); go on with as many ranks as before.\n{result.stderr[-2000:]}")
+    check(
+        result.returncode == 0,
+        f"{checkpoint} could not be converted for {world_size()} rank(s); go on with as many ranks as before.\n{result.stderr[-2000:]}",
+    )
     os.replace(beside, universal)
     (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
 
@@ -181,8 +205,10 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not any(name in str(error) for name in TORCHS_WRITER):
             raise
         free = shutil.disk_usage(folder).free / 1e9
-        raise OSError(f"{what} could not be written to {folder} ({free:.3g} GB free): {error}\n"
-                      f"the last checkpoint is kept; make room and run the same command again") from error
+        raise OSError(
+            f"{what} could not be written to {folder} ({free:.3g} GB free): {error}\n"
+            f"the last checkpoint is kept; make room and run the same command again"
+        ) from error
 
 
 def checkpoint_bytes(drafter: Drafter) -> int:
@@ -210,6 +236,7 @@ def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
 def gathered(drafter: Drafter):
     """Inside, every rank has the whole weights."""
     import deepspeed
+
     sharded = [parameter for parameter in drafter.parameters() if hasattr(parameter, "ds_id")]
     return deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded))
 

@@ -27,8 +27,13 @@ class Terms:
         if self.depth_exposure == 0:
             return 1.0 if term == "first" else 0.0
         if self.stages == "all":  # the N later stages stand in one term
-            return {"first": 1 / (self.depth_exposure + 1), "last": self.depth_exposure / (self.depth_exposure + 1)}[term]
-        return {"first": 0.5 if self.stages == "first_last" else 0.0, "last": 0.5 if self.stages == "first_last" else 1.0}[term]
+            return {"first": 1 / (self.depth_exposure + 1), "last": self.depth_exposure / (self.depth_exposure + 1)}[
+                term
+            ]
+        return {
+            "first": 0.5 if self.stages == "first_last" else 0.0,
+            "last": 0.5 if self.stages == "first_last" else 1.0,
+        }[term]
 
     def of_stage(self, stage: int) -> str | None:
         """The term that a stage's loss belongs to, or None where it carries none."""
@@ -68,9 +73,25 @@ class Unroll(nn.Module):
     With `recompute`, of a stage only its own states and its output are kept for the backward pass.
     """
 
-    def __init__(self, drafter: Drafter, terms: Terms, *, max_rows: int, detach: bool = False, compact: bool = True, recompute: bool = False):
+    def __init__(
+        self,
+        drafter: Drafter,
+        terms: Terms,
+        *,
+        max_rows: int,
+        detach: bool = False,
+        compact: bool = True,
+        recompute: bool = False,
+    ):
         super().__init__()
-        self.drafter, self.terms, self.detach, self.max_rows, self.compact, self.recompute = drafter, terms, detach, max_rows, compact, recompute
+        self.drafter, self.terms, self.detach, self.max_rows, self.compact, self.recompute = (
+            drafter,
+            terms,
+            detach,
+            max_rows,
+            compact,
+            recompute,
+        )
 
     def weights(self, batch: TextBatch, origins: Origins) -> Tensor:
         """Label weights of each term in a micro-batch, known before the forward pass. [2] as TERMS"""
@@ -79,19 +100,26 @@ class Unroll(nn.Module):
         for stage in range(1, self.terms.depth_exposure + 2):
             term = self.terms.of_stage(stage)
             if term is not None:
-                mask = supervised(batch, origins.position, stage, self.drafter.k) * self.terms.branches(stage, origins.depth)[..., None]
+                mask = (
+                    supervised(batch, origins.position, stage, self.drafter.k)
+                    * self.terms.branches(stage, origins.depth)[..., None]
+                )
                 totals[TERMS.index(term)] += (mask.double() * slots).sum()
         return totals
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose) -> DraftStage:
         if not (self.recompute and torch.is_grad_enabled()):
             return self.drafter.stage(state, anchors, choose)
-        return checkpoint(self.drafter.stage, state, anchors, choose, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        return checkpoint(
+            self.drafter.stage, state, anchors, choose, use_reentrant=False, preserve_rng_state=False
+        )  # nothing in it is random
 
     def forward(self, batch: TextBatch, origins: Origins, totals: Tensor, progress: float) -> UnrollResult:
         """`totals` [2] are the weights of the whole optimiser step, over micro-batches and ranks."""
         drafter, k = self.drafter, self.drafter.k
-        tokens = torch.cat([batch.tokens, batch.tokens[:, -1:]], dim=1)  # the row that pairs with the token after the text is never seen
+        tokens = torch.cat(
+            [batch.tokens, batch.tokens[:, -1:]], dim=1
+        )  # the row that pairs with the token after the text is never seen
         state = drafter.begin(Context(tokens, batch.features, first=batch.first), origins.position)
         loss, sums = 0.0, {}
         for number in range(1, self.terms.depth_exposure + 2):
@@ -99,7 +127,9 @@ class Unroll(nn.Module):
             state = take(state, alive)
             position, depth = origins.position[:, :alive], origins.depth[:, :alive]
             start = position + (number - 1) * k
-            stage = self.stage(state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1))
+            stage = self.stage(
+                state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1)
+            )
             state = stage.state
             if self.detach:
                 state = detached(state)

@@ -1,7 +1,7 @@
 """What unrolling a chain drafter costs from sampled origins and from every position: FLOPs, memory and seconds of one training step.
 
-    python tests/speed/chain_origins.py                                        # EAGLE-3 on SmolLM2's sizes: 4 stages of 7 passes over 256 tokens
-    python tests/speed/chain_origins.py --hidden 4096 --intermediate 12288 --heads 32 --groups 8 --vocabulary 151936 --length 2048 --origins 256
+python tests/speed/chain_origins.py                                        # EAGLE-3 on SmolLM2's sizes: 4 stages of 7 passes over 256 tokens
+python tests/speed/chain_origins.py --hidden 4096 --intermediate 12288 --heads 32 --groups 8 --vocabulary 151936 --length 2048 --origins 256
 """
 
 import argparse
@@ -23,7 +23,18 @@ from dloop_train.training.unroll import Terms, Unroll
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = {"hidden": 576, "intermediate": 1536, "heads": 9, "groups": 3, "vocabulary": 8192, "length": 256, "origins": 16, "k": 7, "stages": 4, "loss-rows": 128}
+    sizes = {
+        "hidden": 576,
+        "intermediate": 1536,
+        "heads": 9,
+        "groups": 3,
+        "vocabulary": 8192,
+        "length": 256,
+        "origins": 16,
+        "k": 7,
+        "stages": 4,
+        "loss-rows": 128,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--form", choices=["sampled", "all"], help="one form alone, in this process")
@@ -40,11 +51,17 @@ def main() -> None:
         result = subprocess.run([sys.executable, *sys.argv, "--form", form], capture_output=True, text=True, check=True)
         rows[form] = [float(number) for number in result.stdout.split()]
     print(f"{wanted.stages} stages x {wanted.k} passes over {wanted.length} tokens, forward and backward")
-    print(f"{'form':8} {'origins':>8} {'GFLOPs':>10} {'per origin':>11} {'peak MB':>9} {'per origin':>11} {'seconds':>8}")
+    print(
+        f"{'form':8} {'origins':>8} {'GFLOPs':>10} {'per origin':>11} {'peak MB':>9} {'per origin':>11} {'seconds':>8}"
+    )
     for form, (origins, flops, memory, seconds) in rows.items():
-        print(f"{form:8} {origins:8.0f} {flops / 1e9:10.1f} {flops / origins / 1e9:11.3f} {memory / 1e6:9.0f} {memory / origins / 1e6:11.2f} {seconds:8.2f}")
+        print(
+            f"{form:8} {origins:8.0f} {flops / 1e9:10.1f} {flops / origins / 1e9:11.3f} {memory / 1e6:9.0f} {memory / origins / 1e6:11.2f} {seconds:8.2f}"
+        )
     ratios = [every / some for every, some in zip(rows["all"], rows["sampled"], strict=True)]
-    print(f"all / sampled: {ratios[0]:.1f} x the origins, {ratios[1]:.1f} x the FLOPs, {ratios[2]:.1f} x the memory, {ratios[3]:.1f} x the time")
+    print(
+        f"all / sampled: {ratios[0]:.1f} x the origins, {ratios[1]:.1f} x the FLOPs, {ratios[2]:.1f} x the memory, {ratios[3]:.1f} x the time"
+    )
 
 
 def measure(wanted: argparse.Namespace) -> tuple[int, float, float, float]:
@@ -66,15 +83,39 @@ def measure(wanted: argparse.Namespace) -> tuple[int, float, float, float]:
 def step_of(wanted: argparse.Namespace) -> tuple[Unroll, TextBatch]:
     """A drafter of random weights and one text, in bf16."""
     torch.manual_seed(0)
-    layer = LayerSizes(architecture="llama", hidden_size=wanted.hidden, intermediate_size=wanted.intermediate, num_attention_heads=wanted.heads,
-                       num_key_value_heads=wanted.groups, head_dim=wanted.hidden // wanted.heads, rms_norm_eps=1e-5, rope=Rope(1e4), max_position_embeddings=8192)
-    shape = Eagle3Shape(format="specforge_eagle3", layers=(layer,), taps=(0, 1, 2), num_target_layers=30, vocab_size=wanted.vocabulary,
-                        target_hidden_size=wanted.hidden, draft_vocab_size=wanted.vocabulary, own_lm_head=True, state="raw")
+    layer = LayerSizes(
+        architecture="llama",
+        hidden_size=wanted.hidden,
+        intermediate_size=wanted.intermediate,
+        num_attention_heads=wanted.heads,
+        num_key_value_heads=wanted.groups,
+        head_dim=wanted.hidden // wanted.heads,
+        rms_norm_eps=1e-5,
+        rope=Rope(1e4),
+        max_position_embeddings=8192,
+    )
+    shape = Eagle3Shape(
+        format="specforge_eagle3",
+        layers=(layer,),
+        taps=(0, 1, 2),
+        num_target_layers=30,
+        vocab_size=wanted.vocabulary,
+        target_hidden_size=wanted.hidden,
+        draft_vocab_size=wanted.vocabulary,
+        own_lm_head=True,
+        state="raw",
+    )
     table = torch.randn(wanted.vocabulary, wanted.hidden, dtype=torch.bfloat16)
     drafter = Eagle3Config(tokens_per_stage=wanted.k).build(shape, TargetHead(table, table)).bfloat16()
     text = torch.randint(wanted.vocabulary, (1, wanted.length))
     states = torch.randn(1, wanted.length, 4 * wanted.hidden, dtype=torch.bfloat16)
-    batch = TextBatch(("text",), text, torch.ones_like(text, dtype=torch.bool), states[..., wanted.hidden:], states[..., :wanted.hidden])
+    batch = TextBatch(
+        ("text",),
+        text,
+        torch.ones_like(text, dtype=torch.bool),
+        states[..., wanted.hidden :],
+        states[..., : wanted.hidden],
+    )
     return Unroll(drafter, Terms(wanted.stages - 1), max_rows=wanted.loss_rows), batch
 
 

@@ -41,23 +41,35 @@ DRAWS = 2000
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--drafters", nargs="+", required=True, help="label=folder or label=starter:<name>; later ones are compared with the first")
+    parser.add_argument(
+        "--drafters",
+        nargs="+",
+        required=True,
+        help="label=folder or label=starter:<name>; later ones are compared with the first",
+    )
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8])
     parser.add_argument("--sets", nargs="*", default=[], help="label=run folder: test answers of other prompts")
     parser.add_argument("--most", type=int, default=0, help="answers of each set; 0 is all")
-    parser.add_argument("--costs", type=Path, help="file of the cost tables; measured and written where it is not there")
+    parser.add_argument(
+        "--costs", type=Path, help="file of the cost tables; measured and written where it is not there"
+    )
     wanted = parser.parse_args()
     config = read_run(wanted.run)
     target = load_target(config.target, dtype=config.evaluate.dtype)
     sets = {"validation": answers(config, "validation", wanted.most), "test": answers(config, "test", wanted.most)}
     sets |= {label: answers(read_run(Path(folder)), "test", wanted.most) for label, folder in map(named, wanted.sets)}
-    drafters = {label: Compared(target, config, label, locate_drafter(place), wanted.k) for label, place in map(named, wanted.drafters)}
+    drafters = {
+        label: Compared(target, config, label, locate_drafter(place), wanted.k)
+        for label, place in map(named, wanted.drafters)
+    }
     measure(target, drafters, sets["validation"], wanted.costs)
     for drafter in drafters.values():
         drafter.choose(drafter.replays(sets["validation"]))
     best = max(drafters.values(), key=lambda drafter: drafter.single_speed)
     for label, responses in sets.items():
-        print(f"\n{label}: {len(responses)} answers, {sum(len(one.response_ids) for one in responses)} tokens; the best single stage is {best.label}'s, k = {best.single}")
+        print(
+            f"\n{label}: {len(responses)} answers, {sum(len(one.response_ids) for one in responses)} tokens; the best single stage is {best.label}'s, k = {best.single}"
+        )
         print(table(compare(list(drafters.values()), best, responses)), flush=True)
     for drafter in drafters.values():
         print("\n" + described(drafter))
@@ -73,7 +85,7 @@ def read_run(folder: Path) -> Config:
 
 
 def answers(config: Config, split: str, most: int) -> list[Response]:
-    return replayable(artifacts.greedy_responses(config, split)[:most or None])
+    return replayable(artifacts.greedy_responses(config, split)[: most or None])
 
 
 @dataclass(frozen=True)
@@ -117,11 +129,23 @@ class Compared:
         beyond, most = beyond_of(self.target, response, max(self.ks)), self.config.generate.greedy_max_new_tokens
 
         def one(drafter: Drafter, **how) -> Replay:
-            return replay(self.target, drafter, response.prompt_ids, response.response_ids, max_new_tokens=most, beyond=beyond, **how)
+            return replay(
+                self.target,
+                drafter,
+                response.prompt_ids,
+                response.response_ids,
+                max_new_tokens=most,
+                beyond=beyond,
+                **how,
+            )
+
         if self.chain:
             single = one(self.loaded[1], stages=MOST_TOKENS, ahead=max(self.ks))
             return {k: regroup(single, k) for k in self.ks}
-        return {k: one(self.loaded[k], stages=min(2, MOST_TOKENS // k), deepest=MOST_TOKENS // k, floor=min(THRESHOLDS)) for k in self.ks}
+        return {
+            k: one(self.loaded[k], stages=min(2, MOST_TOKENS // k), deepest=MOST_TOKENS // k, floor=min(THRESHOLDS))
+            for k in self.ks
+        }
 
     def choose(self, records: dict[int, list[Replay]]) -> None:
         """On validation answers: the tokens of the best single stage, and k, threshold and cap of the best gate."""
@@ -129,16 +153,28 @@ class Compared:
         self.single = max(singles, key=singles.__getitem__)
         self.single_speed = singles[self.single]
         tried = [Choice(k, DLoop(threshold=g, max_stages=cap)) for k in self.ks for g in THRESHOLDS for cap in caps(k)]
-        self.choice = max(tried, key=lambda choice: simulated(records[choice.k], choice.gate, self.costs[choice.k])["tokens_per_second"])
+        self.choice = max(
+            tried,
+            key=lambda choice: simulated(records[choice.k], choice.gate, self.costs[choice.k])["tokens_per_second"],
+        )
 
     def rows(self, responses: list[Response], choice: Choice) -> list[dict]:
         return simulated_rows(responses, self.replays(responses)[choice.k], choice.gate, self.costs[choice.k])
 
     def oracle_rows(self, responses: list[Response]) -> list[dict]:
         k, costs = self.choice.k, self.costs[self.choice.k]
-        walks = [walk_oracle(record, lambda one: costs.seconds(one, gated=False), MOST_TOKENS // k) for record in self.replays(responses)[k]]
-        return [record_of(response, len(response.response_ids), [vars(one) | {"seconds": costs.parts(one, gated=False)} for one in walk])
-                for response, walk in zip(responses, walks, strict=True)]
+        walks = [
+            walk_oracle(record, lambda one: costs.seconds(one, gated=False), MOST_TOKENS // k)
+            for record in self.replays(responses)[k]
+        ]
+        return [
+            record_of(
+                response,
+                len(response.response_ids),
+                [vars(one) | {"seconds": costs.parts(one, gated=False)} for one in walk],
+            )
+            for response, walk in zip(responses, walks, strict=True)
+        ]
 
 
 def caps(k: int) -> list[int]:
@@ -164,11 +200,18 @@ def beyond_of(target: Target, response: Response, count: int) -> list[int]:
 
 def measure(target: Target, drafters: dict[str, Compared], responses: list[Response], path: Path | None) -> None:
     """Cost tables of all drafters and k, together, so that they compare; drafters that differ in weights alone share them."""
-    shapes = {drafter.shape(k): (drafter.loaded[k], min(3, MOST_TOKENS // k)) for drafter in drafters.values() for k in drafter.ks}
+    shapes = {
+        drafter.shape(k): (drafter.loaded[k], min(3, MOST_TOKENS // k))
+        for drafter in drafters.values()
+        for k in drafter.ks
+    }
     kept = json.loads(path.read_text()) if path is not None and path.is_file() else {}
     if not kept.keys() >= shapes.keys():
         prompts = [one.prompt_ids for one in sorted(responses, key=lambda one: -len(one.response_ids))]
-        kept = {shape: found.row() for shape, found in zip(shapes, measure_all(target, list(shapes.values()), prompts), strict=True)}
+        kept = {
+            shape: found.row()
+            for shape, found in zip(shapes, measure_all(target, list(shapes.values()), prompts), strict=True)
+        }
         if path is not None:
             path.write_text(json.dumps(kept))
     for drafter in drafters.values():
@@ -182,14 +225,31 @@ def compare(drafters: list[Compared], best: Compared, responses: list[Response])
     gated = {drafter.label: drafter.rows(responses, drafter.choice) for drafter in drafters}
     groups = groups_of(responses, single)
     for drafter in drafters:
-        mine, own, oracle = gated[drafter.label], drafter.rows(responses, Choice(drafter.single, Never())), drafter.oracle_rows(responses)
+        mine, own, oracle = (
+            gated[drafter.label],
+            drafter.rows(responses, Choice(drafter.single, Never())),
+            drafter.oracle_rows(responses),
+        )
         for group, members in groups.items():
+
             def ratio(fast: list[dict], slow: list[dict], members=members) -> str:
-                found = statistics.speedup_estimate(*([side[number] for number in members] for side in (fast, slow)), draws=DRAWS)
+                found = statistics.speedup_estimate(
+                    *([side[number] for number in members] for side in (fast, slow)), draws=DRAWS
+                )
                 return f"{found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
-            rows.append({"drafter": f"{drafter.label}, {group} ({len(members)})", f"{best.label} S = 1": ratio(single, plain), "own S = 1": ratio(own, plain), "gate": ratio(mine, plain),
-                         "gate over best S = 1": ratio(mine, single), f"over {first.label}'s gate": "-" if drafter is first else ratio(mine, gated[first.label]),
-                         "oracle": ratio(oracle, plain), "tau": f"{statistics.tau([mine[number] for number in members]):.2f}"})
+
+            rows.append(
+                {
+                    "drafter": f"{drafter.label}, {group} ({len(members)})",
+                    f"{best.label} S = 1": ratio(single, plain),
+                    "own S = 1": ratio(own, plain),
+                    "gate": ratio(mine, plain),
+                    "gate over best S = 1": ratio(mine, single),
+                    f"over {first.label}'s gate": "-" if drafter is first else ratio(mine, gated[first.label]),
+                    "oracle": ratio(oracle, plain),
+                    "tau": f"{statistics.tau([mine[number] for number in members]):.2f}",
+                }
+            )
     return rows
 
 
@@ -199,18 +259,30 @@ TAUS = (0.0, 2.0, 2.5, 3.0, 99.0)
 def groups_of(responses: list[Response], single: list[dict]) -> dict[str, list[int]]:
     """Numbers of all answers, of each category's, and of those whose tau under the single stage is in each interval."""
     taus, everyone = statistics.tau_by_response(single), list(range(len(responses)))
-    categories = {name: [n for n in everyone if responses[n].category == name] for name in sorted({one.category for one in responses})}
-    bands = {f"tau {low:g} to {high:g}" if high < 99 else f"tau over {low:g}": [n for n in everyone if low <= taus[n] < high] for low, high in zip(TAUS, TAUS[1:], strict=False)}
-    return {"all": everyone} | (categories if len(categories) > 1 else {}) | {name: members for name, members in bands.items() if members}
+    categories = {
+        name: [n for n in everyone if responses[n].category == name]
+        for name in sorted({one.category for one in responses})
+    }
+    bands = {
+        f"tau {low:g} to {high:g}" if high < 99 else f"tau over {low:g}": [n for n in everyone if low <= taus[n] < high]
+        for low, high in zip(TAUS, TAUS[1:], strict=False)
+    }
+    return (
+        {"all": everyone}
+        | (categories if len(categories) > 1 else {})
+        | {name: members for name, members in bands.items() if members}
+    )
 
 
 def described(drafter: Compared) -> str:
     """What was chosen, and what rounds cost."""
     costs = drafter.costs[drafter.choice.k]
     verified = ", ".join(f"{tokens} {seconds / costs.plain:.2f}" for tokens, seconds in sorted(costs.verify.items()))
-    return (f"{drafter.label}: single stage k = {drafter.single}; gate {drafter.choice}. Costs in plain steps of {1000 * costs.plain:.1f} ms: a stage "
-            f"{costs.draft_first / costs.plain:.3f}, a further one {costs.draft_more / costs.plain:.3f}, a gate {costs.gate / costs.plain:.3f}, "
-            f"the rest {costs.overhead / costs.plain:.3f}, verifying {verified}")
+    return (
+        f"{drafter.label}: single stage k = {drafter.single}; gate {drafter.choice}. Costs in plain steps of {1000 * costs.plain:.1f} ms: a stage "
+        f"{costs.draft_first / costs.plain:.3f}, a further one {costs.draft_more / costs.plain:.3f}, a gate {costs.gate / costs.plain:.3f}, "
+        f"the rest {costs.overhead / costs.plain:.3f}, verifying {verified}"
+    )
 
 
 if __name__ == "__main__":

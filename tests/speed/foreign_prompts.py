@@ -25,7 +25,10 @@ def main() -> None:
 
 
 def prompts_of(path: Path, count: int) -> list[dict]:
-    return [{"id": f"{path.stem}-{number}", "turns": row["turns"][:1], "category": path.stem, "split": "test"} for number, row in enumerate(read_jsonl(path)[:count])]
+    return [
+        {"id": f"{path.stem}-{number}", "turns": row["turns"][:1], "category": path.stem, "split": "test"}
+        for number, row in enumerate(read_jsonl(path)[:count])
+    ]
 
 
 if __name__ == "__main__":

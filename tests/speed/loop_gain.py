@@ -34,39 +34,74 @@ def main() -> None:
     wanted = parser.parse_args()
     config = from_hydra(OmegaConf.load(wanted.run / "config.yaml"))
     target = load_target(config.target, dtype=config.evaluate.dtype)
-    responses = [one for split in ("validation", "test") for one in replayable(artifacts.greedy_responses(config, split)[:wanted.most or None])]
+    responses = [
+        one
+        for split in ("validation", "test")
+        for one in replayable(artifacts.greedy_responses(config, split)[: wanted.most or None])
+    ]
     folders = [locate_drafter(name) for name in wanted.drafters] or [wanted.run / "drafter"]
     prompts, beyond, rows = [one.prompt_ids for one in sorted(responses, key=lambda r: -len(r.response_ids))], {}, []
-    loaded = {(k, folder): load_for(target, folder, config, k) for k in sorted(wanted.k, reverse=True) for folder in folders}
+    loaded = {
+        (k, folder): load_for(target, folder, config, k) for k in sorted(wanted.k, reverse=True) for folder in folders
+    }
     shapes = {f"k = {drafter.k}, {drafter.shape.draft_vocab_size} tokens": (drafter, 3) for drafter in loaded.values()}
     costs = dict(zip(shapes, measure_all(target, list(shapes.values()), prompts), strict=True))
     for k in sorted(wanted.k, reverse=True):
         for folder in folders:
             drafter = loaded[k, folder]
             shape = f"k = {k}, {drafter.shape.draft_vocab_size} tokens"
-            records = replay_all(target, drafter, responses, config.gate, THRESHOLDS, beyond, stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
+            records = replay_all(
+                target,
+                drafter,
+                responses,
+                config.gate,
+                THRESHOLDS,
+                beyond,
+                stages=2,
+                max_new_tokens=config.generate.greedy_max_new_tokens,
+            )
             rows += rows_of(folder.name, k, responses, records, costs[shape], config.gate.max_stages)
-    print(f"{len(responses)} responses, {sum(len(one.response_ids) for one in responses)} tokens; speed over plain decoding, tau in brackets")
+    print(
+        f"{len(responses)} responses, {sum(len(one.response_ids) for one in responses)} tokens; speed over plain decoding, tau in brackets"
+    )
     print(table(rows))
     for shape, found in costs.items():
-        verified = ", ".join(f"{tokens} tokens {seconds / found.plain:.3f}" for tokens, seconds in sorted(found.verify.items()))
-        print(f"{shape}: in plain decoding's steps of {1000 * found.plain:.1f} ms a first stage {found.draft_first / found.plain:.3f}, a further one "
-              f"{found.draft_more / found.plain:.3f}, a gate {found.gate / found.plain:.3f}, verifying {verified}, the rest {found.overhead / found.plain:.3f}")
+        verified = ", ".join(
+            f"{tokens} tokens {seconds / found.plain:.3f}" for tokens, seconds in sorted(found.verify.items())
+        )
+        print(
+            f"{shape}: in plain decoding's steps of {1000 * found.plain:.1f} ms a first stage {found.draft_first / found.plain:.3f}, a further one "
+            f"{found.draft_more / found.plain:.3f}, a gate {found.gate / found.plain:.3f}, verifying {verified}, the rest {found.overhead / found.plain:.3f}"
+        )
 
 
-def rows_of(name: str, k: int, responses: list[Response], records: list[Replay], costs: Costs, max_stages: int) -> list[dict[str, str]]:
+def rows_of(
+    name: str, k: int, responses: list[Response], records: list[Replay], costs: Costs, max_stages: int
+) -> list[dict[str, str]]:
     """A row for all responses, and one a category."""
     categories = sorted({one.category for one in responses})
-    groups = {"all": records} | {category: [record for one, record in zip(responses, records, strict=True) if one.category == category] for category in categories}
-    return [row_of(f"{name}, k = {k}, {group}", sweep(found, THRESHOLDS, costs, k, max_stages), costs) for group, found in groups.items()]
+    groups = {"all": records} | {
+        category: [record for one, record in zip(responses, records, strict=True) if one.category == category]
+        for category in categories
+    }
+    return [
+        row_of(f"{name}, k = {k}, {group}", sweep(found, THRESHOLDS, costs, k, max_stages), costs)
+        for group, found in groups.items()
+    ]
 
 
 def row_of(label: str, swept: dict, costs: Costs) -> dict[str, str]:
     def cell(point: dict) -> str:
         return f"{point['tokens_per_second'] * costs.plain:.2f} ({point['tau']:.2f})"
+
     whole = "/".join(f"{rate:.0%}" for rate in swept["full_acceptance_by_stage"])
-    return {"drafter": label, "S = 1": cell(swept["S1"]), **{f"g {point['threshold']:g}": cell(point) for point in swept["sweep"]},
-            "oracle": cell(swept["oracle"]), "whole blocks": whole}
+    return {
+        "drafter": label,
+        "S = 1": cell(swept["S1"]),
+        **{f"g {point['threshold']:g}": cell(point) for point in swept["sweep"]},
+        "oracle": cell(swept["oracle"]),
+        "whole blocks": whole,
+    }
 
 
 if __name__ == "__main__":

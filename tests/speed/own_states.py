@@ -1,7 +1,7 @@
 """Which form of own states suits a block drafter: tokens accepted from stage 2 where stage 1 was accepted whole, form by form.
 
-    python tests/speed/own_states.py artifacts/runs/quickstart-dflash                     # the drafter that the run started from
-    python tests/speed/own_states.py artifacts/runs/quickstart-dflash <drafter folder>    # another one, for example base-trained
+python tests/speed/own_states.py artifacts/runs/quickstart-dflash                     # the drafter that the run started from
+python tests/speed/own_states.py artifacts/runs/quickstart-dflash <drafter folder>    # another one, for example base-trained
 """
 
 import sys
@@ -25,18 +25,43 @@ def main(run: Path, drafter: str | None) -> None:
     target = load_target(config.target, dtype=config.evaluate.dtype)
     responses = artifacts.greedy_responses(config, "validation")
     check(config.drafter.kind == "block", "a chain has one form of own states: the one that it feeds back")
-    check(bool(drafter) or config.drafter.init != "scratch", "this run started from scratch; name a drafter's folder behind it")
+    check(
+        bool(drafter) or config.drafter.init != "scratch",
+        "this run started from scratch; name a drafter's folder behind it",
+    )
     folder = locate_drafter(drafter or config.drafter.init, config.drafter.revision)
     slots = ("own", "next") if config.drafter.alignment == "fill_in" else ("own",)
     print(f"{folder} on {len(responses)} validation responses")
     for state in ("context_norm", "post_norm", "raw"):
         for slot in slots:
             settings = replace(config.drafter.as_exported({}), state=state, slot=slot)
-            looped = load_drafter(folder, settings, TargetHead.of(target), dtype=target.dtype, target=target.spec, taps=artifacts.taps(config)).to(target.device).eval()
-            records = replay_all(target, looped, responses, Always(max_stages=2), [], {}, stages=2, max_new_tokens=config.generate.greedy_max_new_tokens)
+            looped = (
+                load_drafter(
+                    folder,
+                    settings,
+                    TargetHead.of(target),
+                    dtype=target.dtype,
+                    target=target.spec,
+                    taps=artifacts.taps(config),
+                )
+                .to(target.device)
+                .eval()
+            )
+            records = replay_all(
+                target,
+                looped,
+                responses,
+                Always(max_stages=2),
+                [],
+                {},
+                stages=2,
+                max_new_tokens=config.generate.greedy_max_new_tokens,
+            )
             second = next_stage_tokens(records)
-            print(f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens at {second['positions']} positions; "
-                  f"S = 1 tau {tau_of([walk_gate(record, Never()) for record in records]):.2f}")
+            print(
+                f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens at {second['positions']} positions; "
+                f"S = 1 tau {tau_of([walk_gate(record, Never()) for record in records]):.2f}"
+            )
 
 
 if __name__ == "__main__":

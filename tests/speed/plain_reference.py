@@ -34,11 +34,19 @@ class PlainUnroll(nn.Module):
             state = drafter.begin(Context(tokens, batch.features), origins.position)
             for number in range(1, self.terms.depth_exposure + 2):
                 start = origins.position + (number - 1) * k
-                stage = drafter.stage(state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1))
+                stage = drafter.stage(
+                    state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1)
+                )
                 state = stage.state
                 stages.append((stage, at(batch.tokens, start)))
-        every = [masked(labels_of(batch, origins.position, number, k), self.terms.branches(number, origins.depth)) for number in range(1, len(stages) + 1)]
-        logits = [drafter.rescore(stage, anchors, labels.tokens) for (stage, anchors), labels in zip(stages, every, strict=True)]
+        every = [
+            masked(labels_of(batch, origins.position, number, k), self.terms.branches(number, origins.depth))
+            for number in range(1, len(stages) + 1)
+        ]
+        logits = [
+            drafter.rescore(stage, anchors, labels.tokens)
+            for (stage, anchors), labels in zip(stages, every, strict=True)
+        ]
         with torch.no_grad():
             target = drafter.head.logits(batch.last_hidden) if compares(drafter) else None
             taught = None if target is None or not drafter.shape.reduced else drafter.t2d[target.argmax(-1)]
@@ -61,7 +69,9 @@ def compares(drafter: Drafter) -> bool:
     return isinstance(drafter, (ChainDrafter, DSpark))
 
 
-def slot_losses(drafter: Drafter, said: Tensor, meant: Tensor | None, labels: Labels, confidence: Tensor | None) -> Tensor:
+def slot_losses(
+    drafter: Drafter, said: Tensor, meant: Tensor | None, labels: Labels, confidence: Tensor | None
+) -> Tensor:
     """Each family's loss of every slot. [B, N, k, V] -> [B, N, k]"""
     said = said.float()
     if isinstance(drafter, ChainDrafter):
@@ -74,7 +84,9 @@ def slot_losses(drafter: Drafter, said: Tensor, meant: Tensor | None, labels: La
     if confidence is None:
         return losses
     accepted = (1 - apart.detach() / 2).clamp(0, 1)
-    return losses + drafter.settings.confidence_weight * F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
+    return losses + drafter.settings.confidence_weight * F.binary_cross_entropy_with_logits(
+        confidence.float(), accepted, reduction="none"
+    )
 
 
 @contextmanager
@@ -84,25 +96,54 @@ def dense_attention():
         yield
 
 
-def dense(queries: Tensor, context: KV, own: KV | None, sight: Sight, scale: float, *, window: int | None = None, causal: bool = False) -> Tensor:
+def dense(
+    queries: Tensor,
+    context: KV,
+    own: KV | None,
+    sight: Sight,
+    scale: float,
+    *,
+    window: int | None = None,
+    causal: bool = False,
+) -> Tensor:
     origin = sight.origin
     batch, branches, slots = queries.shape[:3]
     length, drafted = context.keys.shape[1], 0 if own is None else own.keys.shape[2]
     device = queries.device
     branch = torch.arange(branches, device=device)
-    offset = torch.arange(drafted - slots, drafted, device=device) if drafted else torch.full((slots,), -1, device=device)
+    offset = (
+        torch.arange(drafted - slots, drafted, device=device) if drafted else torch.full((slots,), -1, device=device)
+    )
     at_query = (origin[..., None] + offset).flatten(1)  # [B, N Q]
-    at_key = torch.cat([torch.arange(length, device=device).expand(batch, -1), (origin[..., None] + torch.arange(drafted, device=device)).flatten(1)], dim=1)
-    of_query, of_key = branch.repeat_interleave(slots), torch.cat([torch.full((length,), -1, device=device), branch.repeat_interleave(drafted)])
+    at_key = torch.cat(
+        [
+            torch.arange(length, device=device).expand(batch, -1),
+            (origin[..., None] + torch.arange(drafted, device=device)).flatten(1),
+        ],
+        dim=1,
+    )
+    of_query, of_key = (
+        branch.repeat_interleave(slots),
+        torch.cat([torch.full((length,), -1, device=device), branch.repeat_interleave(drafted)]),
+    )
     behind = at_query[:, :, None] - at_key[:, None]  # [B, N Q, T + N P]
     before = at_key[:, None, :] < origin.repeat_interleave(slots, dim=1)[:, :, None]
     mine = (of_query[:, None] == of_key) & ((behind >= 0) | (not causal))
     seen = torch.where(of_key < 0, before, mine)
     if window is not None:
         seen = seen & (behind.abs() < window)
-    keys, values = (rows if own is None else torch.cat([rows, more.flatten(1, 2)], dim=1)
-                    for rows, more in ((context.keys, own and own.keys), (context.values, own and own.values)))
-    mixed = F.scaled_dot_product_attention(queries.flatten(1, 2).transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None], scale=scale, enable_gqa=True)
+    keys, values = (
+        rows if own is None else torch.cat([rows, more.flatten(1, 2)], dim=1)
+        for rows, more in ((context.keys, own and own.keys), (context.values, own and own.values))
+    )
+    mixed = F.scaled_dot_product_attention(
+        queries.flatten(1, 2).transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=True,
+    )
     return mixed.transpose(1, 2).unflatten(1, (branches, slots))
 
 
@@ -111,6 +152,13 @@ def plain_bytes(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Ter
     branches, stages, flops = origins.depth.numel(), terms.depth_exposure + 1, drafter.flops()
     rows = branches * drafter.k * stages
     logits = rows * draft_vocabulary(drafter) * (16 if compares(drafter) else 8)
-    teacher = batch.tokens.numel() * draft_vocabulary(drafter) * batch.features.element_size() if compares(drafter) else 0
-    last = branches * flops.queries / flops.passes * (batch.tokens.shape[1] + origins.depth.shape[1] * own_pairs(flops, drafter.k, stages) / flops.queries)
+    teacher = (
+        batch.tokens.numel() * draft_vocabulary(drafter) * batch.features.element_size() if compares(drafter) else 0
+    )
+    last = (
+        branches
+        * flops.queries
+        / flops.passes
+        * (batch.tokens.shape[1] + origins.depth.shape[1] * own_pairs(flops, drafter.k, stages) / flops.queries)
+    )
     return logits + teacher + last * len(drafter.layers)

@@ -48,7 +48,9 @@ class SpeculatorsStep:
     def held(self) -> int:
         state = [tensor for states in self.optimiser.state.values() for tensor in states.values()]
         tensors = [*self.model.parameters(), *state, *self.inputs.values()]
-        return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+        return sum(
+            {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values()
+        )
 
     @property
     def origins(self) -> int:
@@ -59,26 +61,50 @@ class SpeculatorsStep:
 def layer_config(bench, kind: str):
     """The drafter's layer as a transformers config."""
     from transformers import AutoConfig
+
     sizes = bench.drafter.shape.layers[0]
-    config = AutoConfig.for_model(kind, hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size, num_attention_heads=sizes.num_attention_heads,
-                                  num_key_value_heads=sizes.num_key_value_heads, head_dim=sizes.head_dim, rms_norm_eps=sizes.rms_norm_eps, rope_theta=sizes.rope.theta,
-                                  vocab_size=bench.spec.vocab_size, num_hidden_layers=len(bench.drafter.layers), max_position_embeddings=8192, pad_token_id=None)
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope_theta=sizes.rope.theta,
+        vocab_size=bench.spec.vocab_size,
+        num_hidden_layers=len(bench.drafter.layers),
+        max_position_embeddings=8192,
+        pad_token_id=None,
+    )
     config._attn_implementation = "simple_flex_attention" if bench.batch.tokens.device.type == "cuda" else "eager"
     return config
 
 
 def dflash(bench):
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
     shape = bench.drafter.shape
-    config = DFlashSpeculatorConfig(transformer_layer_config=layer_config(bench, "qwen3"), draft_vocab_size=shape.vocab_size, block_size=shape.width, mask_token_id=shape.mask_token_id,
-                                    aux_hidden_state_layer_ids=list(shape.taps), sample_from_anchor=shape.alignment == "shifted")
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer_config(bench, "qwen3"),
+        draft_vocab_size=shape.vocab_size,
+        block_size=shape.width,
+        mask_token_id=shape.mask_token_id,
+        aux_hidden_state_layer_ids=list(shape.taps),
+        sample_from_anchor=shape.alignment == "shifted",
+    )
     return with_head(DFlashDraftModel(config), bench)
 
 
 def eagle3(bench):
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+
     shape = bench.drafter.shape
-    config = Eagle3SpeculatorConfig(transformer_layer_config=layer_config(bench, "llama"), draft_vocab_size=shape.draft_vocab_size, eagle_aux_hidden_state_layer_ids=list(shape.taps))
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config(bench, "llama"),
+        draft_vocab_size=shape.draft_vocab_size,
+        eagle_aux_hidden_state_layer_ids=list(shape.taps),
+    )
     model = with_head(Eagle3DraftModel(config), bench)
     model.lm_head.weight.requires_grad_(bench.drafter.lm_head is not None)
     return model
@@ -99,15 +125,28 @@ def packed(bench, *, shifted: bool) -> dict[str, Tensor]:
     batch, cut = bench.batch, slice(1, None) if shifted else slice(None)
     count, length = batch.tokens[:, cut].shape
     device = batch.tokens.device
-    return {"hidden_states": batch.features[:, :length].flatten(0, 1)[None], "verifier_last_hidden_states": batch.last_hidden[:, cut].flatten(0, 1)[None],
-            "input_ids": batch.tokens[:, cut].flatten()[None], "loss_mask": batch.loss_mask[:, cut].flatten()[None],
-            "document_ids": torch.arange(count, device=device).repeat_interleave(length)[None],
-            "position_ids": torch.arange(length, device=device).repeat(count)[None]}
+    return {
+        "hidden_states": batch.features[:, :length].flatten(0, 1)[None],
+        "verifier_last_hidden_states": batch.last_hidden[:, cut].flatten(0, 1)[None],
+        "input_ids": batch.tokens[:, cut].flatten()[None],
+        "loss_mask": batch.loss_mask[:, cut].flatten()[None],
+        "document_ids": torch.arange(count, device=device).repeat_interleave(length)[None],
+        "position_ids": torch.arange(length, device=device).repeat(count)[None],
+    }
 
 
 def call_arguments(bench) -> dict:
     from speculators.losses import resolve_loss_config
+
     implementation = "fused" if bench.batch.tokens.device.type == "cuda" else "eager"
     if bench.family == "eagle3":
-        return {"loss_config": resolve_loss_config("kl_div", implementation), "ttt_steps": bench.drafter.k, "ttt_step_loss_decay": bench.drafter.decay}
-    return {"loss_config": resolve_loss_config("ce", implementation), "gamma": bench.drafter.gamma, "max_anchors": bench.batch.tokens.shape[0] * bench.wanted.origins}
+        return {
+            "loss_config": resolve_loss_config("kl_div", implementation),
+            "ttt_steps": bench.drafter.k,
+            "ttt_step_loss_decay": bench.drafter.decay,
+        }
+    return {
+        "loss_config": resolve_loss_config("ce", implementation),
+        "gamma": bench.drafter.gamma,
+        "max_anchors": bench.batch.tokens.shape[0] * bench.wanted.origins,
+    }

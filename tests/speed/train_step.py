@@ -50,8 +50,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], help="more settings of the drafter, such as drafter.width=8")
-    parser.add_argument("--recompute", action="store_true", help="also the unrolled step that keeps only a stage's states (train.recompute)")
-    parser.add_argument("--pack", action="store_true", help="texts of unequal length, and also the unrolled step that packs them into one row (train.pack)")
+    parser.add_argument(
+        "--recompute",
+        action="store_true",
+        help="also the unrolled step that keeps only a stage's states (train.recompute)",
+    )
+    parser.add_argument(
+        "--pack",
+        action="store_true",
+        help="texts of unequal length, and also the unrolled step that packs them into one row (train.pack)",
+    )
     parser.add_argument("--terms", action="store_true", help="print the account of every step term by term")
     return parser.parse_args(words)
 
@@ -78,7 +86,9 @@ class Bench:
         self.optimiser = torch.optim.AdamW(self.masters, lr=1e-5)
 
     def origins(self, depth: int, batch: TextBatch | None = None) -> Origins:
-        return draw_origins(batch or self.batch, self.drafter.k, count=self.wanted.origins, depth_exposure=depth, seed=0, epoch=0)
+        return draw_origins(
+            batch or self.batch, self.drafter.k, count=self.wanted.origins, depth_exposure=depth, seed=0, epoch=0
+        )
 
     def update(self) -> None:
         if self.masters is self.trained:
@@ -96,7 +106,9 @@ class Bench:
         """Bytes between two steps."""
         state = [tensor for states in self.optimiser.state.values() for tensor in states.values()]
         head = [self.drafter.head.embed_weight, self.drafter.head.lm_head_weight]
-        return distinct_bytes([*self.drafter.parameters(), *self.masters, *state, *head, self.batch.features, self.batch.last_hidden])
+        return distinct_bytes(
+            [*self.drafter.parameters(), *self.masters, *state, *head, self.batch.features, self.batch.last_hidden]
+        )
 
 
 def distinct_bytes(tensors: Sequence[Tensor]) -> int:
@@ -106,8 +118,17 @@ def distinct_bytes(tensors: Sequence[Tensor]) -> int:
 def composed(family: str, wanted: argparse.Namespace) -> Config:
     """The settings of a pair, or of a drafter from scratch where there is none."""
     paired = (CONF / "pair" / f"{family}_{wanted.target}.yaml").is_file()
-    alone = [] if paired else ["drafter.init=scratch", *(["drafter.alignment=shifted"] if family in ("dflash", "domino") else [])]
-    overrides = [f"+drafter={family}", f"+target={wanted.target}", "name=speed", *(f"++{one}" for one in (*alone, *wanted.set))]
+    alone = (
+        []
+        if paired
+        else ["drafter.init=scratch", *(["drafter.alignment=shifted"] if family in ("dflash", "domino") else [])]
+    )
+    overrides = [
+        f"+drafter={family}",
+        f"+target={wanted.target}",
+        "name=speed",
+        *(f"++{one}" for one in (*alone, *wanted.set)),
+    ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         tree = compose("config", overrides)
     with open_dict(tree):
@@ -117,19 +138,37 @@ def composed(family: str, wanted: argparse.Namespace) -> Config:
 def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
     config, dtype = composed(family, wanted), as_dtype(wanted.precision)
     spec, taps = spec_of(config.target, random_config(config.target)), artifacts.taps(config)
-    shape = config.drafter.shape_unread(spec, taps) or replace(config.drafter, init="scratch").shape(spec, taps)  # of starters the sizes from scratch
+    shape = config.drafter.shape_unread(spec, taps) or replace(config.drafter, init="scratch").shape(
+        spec, taps
+    )  # of starters the sizes from scratch
     torch.manual_seed(0)
     with torch.device(default_device() if wanted.device == "auto" else wanted.device):
         embed, lm_head = (torch.randn(spec.vocab_size, spec.hidden_size, dtype=dtype) * 0.02 for _ in range(2))
-        drafter = config.drafter.build(shape.on(spec, taps), TargetHead(embed, lm_head, embed_scale=spec.embed_scale, softcap=spec.softcap))
+        drafter = config.drafter.build(
+            shape.on(spec, taps), TargetHead(embed, lm_head, embed_scale=spec.embed_scale, softcap=spec.softcap)
+        )
         tokens = torch.randint(spec.vocab_size, (wanted.sequences, wanted.length))
-        features, last_hidden = (torch.randn(wanted.sequences, wanted.length, width, dtype=dtype) for width in (drafter.shape.reads.width(spec), spec.hidden_size))
+        features, last_hidden = (
+            torch.randn(wanted.sequences, wanted.length, width, dtype=dtype)
+            for width in (drafter.shape.reads.width(spec), spec.hidden_size)
+        )
     drafter = drafter.to(dtype)
     with torch.no_grad():
         drafter.start_vocabulary(Counter(), lm_head, spec.stop_ids)
-    lengths = [wanted.length - number * wanted.length // (2 * wanted.sequences) * wanted.pack for number in range(wanted.sequences)]
-    samples = [Sample(str(row), tokens[row, :length], torch.arange(length, device=tokens.device) >= wanted.length // 4,  # the first quarter is the prompt
-                      features[row, :length], last_hidden[row, :length]) for row, length in enumerate(lengths)]
+    lengths = [
+        wanted.length - number * wanted.length // (2 * wanted.sequences) * wanted.pack
+        for number in range(wanted.sequences)
+    ]
+    samples = [
+        Sample(
+            str(row),
+            tokens[row, :length],
+            torch.arange(length, device=tokens.device) >= wanted.length // 4,  # the first quarter is the prompt
+            features[row, :length],
+            last_hidden[row, :length],
+        )
+        for row, length in enumerate(lengths)
+    ]
     return Bench(family, wanted, spec, drafter, collate(samples))
 
 
@@ -164,13 +203,30 @@ class Way:
         return float(loss.detach())
 
 
-def unrolled(bench: Bench, name: str, unroll: nn.Module, depth: int, *, batch: TextBatch | None = None, **train: bool) -> Way:
+def unrolled(
+    bench: Bench, name: str, unroll: nn.Module, depth: int, *, batch: TextBatch | None = None, **train: bool
+) -> Way:
     batch = batch or bench.batch
     origins, terms, wanted = bench.origins(depth, batch), Terms(depth), bench.wanted
     totals = Unroll(bench.drafter, terms, max_rows=wanted.loss_rows).weights(batch, origins)
-    settings = TrainConfig(batch_size=wanted.sequences, micro_batch_size=wanted.sequences, loss_rows=wanted.loss_rows, precision=wanted.precision, **train)
-    cost = step_cost(bench.drafter, bench.spec, counts_of(bench.drafter, batch, origins, terms), settings, DeepSpeedConfig())
-    return Way(name, lambda: unroll(batch, origins, totals, 0.0).loss, bench.update, bench.held, int((origins.depth > 0).sum()), cost)
+    settings = TrainConfig(
+        batch_size=wanted.sequences,
+        micro_batch_size=wanted.sequences,
+        loss_rows=wanted.loss_rows,
+        precision=wanted.precision,
+        **train,
+    )
+    cost = step_cost(
+        bench.drafter, bench.spec, counts_of(bench.drafter, batch, origins, terms), settings, DeepSpeedConfig()
+    )
+    return Way(
+        name,
+        lambda: unroll(batch, origins, totals, 0.0).loss,
+        bench.update,
+        bench.held,
+        int((origins.depth > 0).sum()),
+        cost,
+    )
 
 
 def ways_of(bench: Bench) -> tuple[list[Way], list[str]]:
@@ -179,20 +235,35 @@ def ways_of(bench: Bench) -> tuple[list[Way], list[str]]:
 
     def unroll(depth: int, **how: bool) -> Unroll:
         return Unroll(drafter, Terms(depth), max_rows=wanted.loss_rows, **how)
-    ours = [unrolled(bench, "S=1" if depth == 0 else f"N={depth}", unroll(depth), depth) for depth in dict.fromkeys((0, wanted.depth))]
+
+    ours = [
+        unrolled(bench, "S=1" if depth == 0 else f"N={depth}", unroll(depth), depth)
+        for depth in dict.fromkeys((0, wanted.depth))
+    ]
     deepest = ours[-1].name
     if wanted.recompute:
-        ours.append(unrolled(bench, f"recompute {deepest}", unroll(wanted.depth, recompute=True), wanted.depth, recompute=True))
+        ours.append(
+            unrolled(bench, f"recompute {deepest}", unroll(wanted.depth, recompute=True), wanted.depth, recompute=True)
+        )
     if wanted.pack:
-        ours.append(unrolled(bench, f"packed {deepest}", unroll(wanted.depth), wanted.depth, batch=packed(bench.batch), pack=True))
+        ours.append(
+            unrolled(
+                bench, f"packed {deepest}", unroll(wanted.depth), wanted.depth, batch=packed(bench.batch), pack=True
+            )
+        )
     skipped = []
-    needed, free = plain_bytes(drafter, bench.batch, bench.origins(wanted.depth), Terms(wanted.depth)), free_bytes(bench.batch.tokens.device)
+    needed, free = (
+        plain_bytes(drafter, bench.batch, bench.origins(wanted.depth), Terms(wanted.depth)),
+        free_bytes(bench.batch.tokens.device),
+    )
     if needed < 0.8 * free:
         plain = unrolled(bench, f"plain {deepest}", PlainUnroll(drafter, Terms(wanted.depth)), wanted.depth)
         plain.cost = None
         ours.append(plain)
     else:
-        skipped.append(f"the plain reference would hold about {size(needed)} of logits and masks alone, {size(free)} are free")
+        skipped.append(
+            f"the plain reference would hold about {size(needed)} of logits and masks alone, {size(free)} are free"
+        )
     reason = why_not(bench.family)
     if reason is None:
         theirs = SpeculatorsStep(bench)
@@ -219,7 +290,7 @@ def measure(ways: Sequence[Way], steps: int, device: torch.device, precision: st
         way.step()
         way.peak = peak_of(way, device)
     for number in range(steps):
-        for way in ways[number % len(ways):] + ways[:number % len(ways)]:
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
             synchronise(device)
             started = time.perf_counter()
             way.step()
@@ -253,18 +324,41 @@ def way_rows(bench: Bench, ways: Sequence[Way], rate: float) -> list[list[str]]:
     rows, tokens = [], bench.batch.tokens.numel()
     for way in ways:
         flops = way.cost.flops if way.cost else 0.0
-        rows.append([bench.family, way.name, str(bench.drafter.k), f"{1000 * way.median:.0f}", f"{tokens / way.median:.0f}", f"{way.origins / way.median:.0f}", f"{way.peak / 1e6:.0f}",
-                     f"{way.cost.peak / 1e6:.0f}" if way.cost else "-", f"{flops / 1e9:.1f}" if flops else "-", f"{100 * flops / way.median / rate:.0f} %" if flops else "-", f"{way.value:.4f}"])
+        rows.append(
+            [
+                bench.family,
+                way.name,
+                str(bench.drafter.k),
+                f"{1000 * way.median:.0f}",
+                f"{tokens / way.median:.0f}",
+                f"{way.origins / way.median:.0f}",
+                f"{way.peak / 1e6:.0f}",
+                f"{way.cost.peak / 1e6:.0f}" if way.cost else "-",
+                f"{flops / 1e9:.1f}" if flops else "-",
+                f"{100 * flops / way.median / rate:.0f} %" if flops else "-",
+                f"{way.value:.4f}",
+            ]
+        )
     return rows
 
 
 def line(cells: Sequence[str]) -> str:
     """A row of the first table, which is printed as it grows."""
-    return "  ".join([cells[0].ljust(13), cells[1].ljust(15), *(cell.rjust(width) for cell, width in zip(cells[2:], (2, 6, 8, 9, 7, 9, 7, 8, 8), strict=True))])
+    return "  ".join(
+        [
+            cells[0].ljust(13),
+            cells[1].ljust(15),
+            *(cell.rjust(width) for cell, width in zip(cells[2:], (2, 6, 8, 9, 7, 9, 7, 8, 8), strict=True)),
+        ]
+    )
 
 
 def ratio_rows(bench: Bench, ways: Sequence[Way]) -> list[list[str]]:
-    named, one, deep = {way.name.split()[0]: way for way in ways}, ways[0], ways[1] if len(ways) > 1 and ways[1].cost else ways[0]
+    named, one, deep = (
+        {way.name.split()[0]: way for way in ways},
+        ways[0],
+        ways[1] if len(ways) > 1 and ways[1].cost else ways[0],
+    )
     time_ratio, flop_ratio = deep.median / one.median, deep.cost.flops / one.cost.flops
     cells = [bench.family, f"{time_ratio:.2f}", f"{flop_ratio:.2f}", f"{time_ratio / flop_ratio:.2f}"]
     for name, against in (("plain", deep), ("speculators", one)):
@@ -279,17 +373,38 @@ def require_same_loss(ways: Sequence[Way], precision: str) -> None:
         kind, _, same = name.partition(" ")
         if kind in ("plain", "packed", "recompute"):
             ours, bound = by_name[same], 2e-2 if precision == "bfloat16" else 1e-4
-            check(abs(value - ours) <= bound * abs(ours), f"the loss of {name} is {value}, of {same} {ours}: they should be the same")
+            check(
+                abs(value - ours) <= bound * abs(ours),
+                f"the loss of {name} is {value}, of {same} {ours}: they should be the same",
+            )
 
 
 def main(words: Sequence[str] | None = None) -> None:
     wanted = arguments(words)
     device = default_device() if wanted.device == "auto" else torch.device(wanted.device)
     print(f"python tests/speed/train_step.py {' '.join(words if words is not None else sys.argv[1:])}".rstrip())
-    print(f"{wanted.sequences} sequences x {wanted.origins} origins x {wanted.length} tokens, {wanted.target}'s sizes, {wanted.precision} on {device.type} "
-          f"({torch.get_num_threads()} threads); medians of {wanted.steps} steps; ideal are large products in between")
-    print(line(["drafter", "way", "k", "ms", "tokens/s", "origins/s", "peak MB", "accounted", "GFLOPs", "of ideal", "loss"]), flush=True)
-    ratios = [["drafter", f"time N={wanted.depth}/S=1", "FLOPs", "quotient", "plain/ours time", "memory", "speculators/ours S=1 time", "memory"]]
+    print(
+        f"{wanted.sequences} sequences x {wanted.origins} origins x {wanted.length} tokens, {wanted.target}'s sizes, {wanted.precision} on {device.type} "
+        f"({torch.get_num_threads()} threads); medians of {wanted.steps} steps; ideal are large products in between"
+    )
+    print(
+        line(
+            ["drafter", "way", "k", "ms", "tokens/s", "origins/s", "peak MB", "accounted", "GFLOPs", "of ideal", "loss"]
+        ),
+        flush=True,
+    )
+    ratios = [
+        [
+            "drafter",
+            f"time N={wanted.depth}/S=1",
+            "FLOPs",
+            "quotient",
+            "plain/ours time",
+            "memory",
+            "speculators/ours S=1 time",
+            "memory",
+        ]
+    ]
     notes = []
     for family in wanted.drafter.split(","):
         bench = make_bench(family, wanted)

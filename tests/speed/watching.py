@@ -25,7 +25,11 @@ class Watching(TorchDispatchMode):
         outcome = function(*arguments, **keywords)
         if function.overloadpacket in flop_registry:
             self.flops += flop_registry[function.overloadpacket](*arguments, **keywords, out_val=outcome)
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((arguments, keywords)) if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((arguments, keywords))
+            if isinstance(tensor, torch.Tensor)
+        }
         for tensor in tree_leaves(outcome):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._known | given:
                 self.born(tensor.untyped_storage())

@@ -47,13 +47,13 @@ def processes(config: Config) -> int:
     return world(config).ranks
 
 
-def apart(config: Config) -> bool:
+def in_separate_ranks(config: Config) -> bool:
     """Whether the ranks of a phase are other processes than this one: there are several, or the one may belong elsewhere."""
     found = world(config)
     return found.ranks > 1 or found.launcher != "torchrun"
 
 
-def outside(launch: LaunchConfig) -> bool:
+def outside_allocation(launch: LaunchConfig) -> bool:
     """Whether this process stands outside the allocation where the work belongs: in the shell of `salloc`, on a login node."""
     return launcher_of(launch) == "srun" and "SLURMD_NODENAME" not in os.environ
 
@@ -155,12 +155,12 @@ def command(config: Config, arguments: list[str], *, alone: bool = False) -> lis
     if alone:
         return [*srun_command(1), *node, "--standalone", *worker]
     first = first_host()
-    meeting = [
+    rendezvous = [
         f"--nnodes={os.environ['SLURM_NNODES']}",
         f"--master-addr={first}",
         f"--master-port={free_port(int(os.environ['SLURM_JOB_ID']))}",
     ]
-    return [*srun_command(int(os.environ["SLURM_NNODES"])), *node, *meeting, *worker]
+    return [*srun_command(int(os.environ["SLURM_NNODES"])), *node, *rendezvous, *worker]
 
 
 def srun_command(nodes: int) -> list[str]:

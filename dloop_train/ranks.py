@@ -53,7 +53,7 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def most_over_ranks(count: int) -> int:
+def max_over_ranks(count: int) -> int:
     """The largest of all ranks' counts."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return count

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Reads:
+class FeatureSpec:
     """Which of the target's states a drafter reads. A feature row holds them side by side, in this order."""
 
     taps: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class DraftState:
 
     context: tuple[KV, ...]  # one a layer
     own: tuple[KV, ...] | None  # one a layer; what the branch drafted itself
-    sight: Any  # the branches' attention.Sight
+    context_mask: Any  # the branches' attention.Sight
     origin: Tensor  # [B, N] row of the anchor of the first stage
     first: Tensor  # [B, N] row of the branch's document at which positions begin to count
     position: Tensor  # [B, N] position of the anchor of the next stage, in its document

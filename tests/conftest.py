@@ -247,7 +247,7 @@ def text(variant, tiny_target):
     """Random ids and what the drafter reads of the target on them: tokens [2, 25] and features [2, 24, F]."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(60, 240, (2, 25), generator=generator)
-    output = tiny_target.read(tokens[:, :-1], reads=shape_of(variant, tiny_target).reads)
+    output = tiny_target.read(tokens[:, :-1], feature_spec=shape_of(variant, tiny_target).feature_spec)
     return tokens, output.features.clone(), output.last_hidden.clone()
 
 

@@ -19,9 +19,9 @@ def counting_prompts(count, length=6):
     return COUNTING + (start + jump * torch.arange(length)) % 26
 
 
-def counting_batch(target, reads, count=12, length=32):
+def counting_batch(target, feature_spec, count=12, length=32):
     tokens = counting_prompts(count, length)
-    output = target.read(tokens, reads=reads)
+    output = target.read(tokens, feature_spec=feature_spec)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, :4] = False
     return TextBatch(tuple(map(str, range(count))), tokens, mask, output.features.clone(), output.last_hidden.clone())
@@ -31,7 +31,7 @@ def taught_drafter(variant, target):
     """A drafter in float64 that the taught target accepts now and then. One that learns through lent keys alone needs longer."""
     steps = 150 if variant.startswith("mtp_assistant") else 60
     drafter = make_drafter(variant, target)
-    unroll, batch = Unroll(drafter, Terms(2), max_rows=1000), counting_batch(target, drafter.shape.reads)
+    unroll, batch = Unroll(drafter, Terms(2), max_rows=1000), counting_batch(target, drafter.shape.feature_spec)
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for step in range(steps):
         origins = draw_origins(batch, drafter.k, count=8, depth_exposure=2, seed=0, epoch=step)

@@ -40,7 +40,7 @@ ONE_OF_EACH = ("dflash-sliding", "domino-shifted", "dspark-vanilla", "eagle3-red
 def counted(variant, target, terms, *, recompute=False):
     """Products of a step by the accounting and by watching it: forward alone, and both."""
     drafter = make_drafter(variant, target)
-    batch = counting_batch(target, drafter.shape.reads, count=2)
+    batch = counting_batch(target, drafter.shape.feature_spec, count=2)
     origins = draw_origins(batch, drafter.k, count=6, depth_exposure=terms.depth_exposure, seed=0, epoch=0)
     unroll = Unroll(drafter, terms, max_rows=7, recompute=recompute)
     totals = unroll.weights(batch, origins)
@@ -207,7 +207,7 @@ def states_held(root, cases):
         shape, layers=tuple(replace(layer, intermediate_size=4096) for layer in shape.layers)
     )  # many weights, few rows
     for number, (stage, precision, micro_batches) in enumerate(cases):
-        source = Samples(target, shape.reads)
+        source = Samples(target, shape.feature_spec)
         aside = all_tensors()
         training = trainer(
             root / str(number),
@@ -224,9 +224,9 @@ def states_held(root, cases):
             group["foreach"] = True  # as on an accelerator
         with ThreadPoolExecutor(1) as ahead:
             prepared = training.prepare(ahead.submit(training.load, 0))
-            training.run_step(prepared, training.agree(prepared))
+            training.run_step(prepared, training.sum_totals(prepared))
             prepared = training.prepare(ahead.submit(training.load, 1))
-        text, origins, agreed = prepared.texts[0], prepared.origins[0], training.agree(prepared)
+        text, origins, agreed = prepared.texts[0], prepared.origins[0], training.sum_totals(prepared)
         aside += [
             *training.drafter.head.buffers(),
             *(training.twin.parameters() if training.twin else ()),

@@ -35,7 +35,7 @@ from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 from dloop_train.targets.responders import choose, decode_plain, noise_of, respond, shared_prefix
 from dloop_train.targets.sources import download
 from dloop_train.targets.target import require_taps
-from dloop_train.types import Reads, Sample
+from dloop_train.types import FeatureSpec, Sample
 
 
 def lines(path, rows):
@@ -212,12 +212,12 @@ def test_last_layer_is_refused_as_a_tap(tiny_target):
     with pytest.raises(ValueError, match="after the final norm"):
         require_taps([4], tiny_target.spec)
     with pytest.raises(ValueError, match="no such layer"):
-        tiny_target.read(torch.tensor([[5]]), reads=Reads(taps=(7,)))
+        tiny_target.read(torch.tensor([[5]]), feature_spec=FeatureSpec(taps=(7,)))
 
 
 def test_taps_are_hidden_states_of_the_layer_above(tiny_target):
     tokens = torch.arange(60, 72)[None]
-    output = tiny_target.read(tokens, reads=Reads(taps=(0, 3)))
+    output = tiny_target.read(tokens, feature_spec=FeatureSpec(taps=(0, 3)))
     hidden = tiny_target.model(input_ids=tokens, output_hidden_states=True).hidden_states
     assert torch.equal(output.features, torch.cat([hidden[1], hidden[4]], dim=-1))
     assert torch.equal(output.last_hidden, hidden[-1])
@@ -361,13 +361,13 @@ def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_
         shared_prefix([shared, shared]) == 11 and shared_prefix([[1, 2], [1, 3]]) == 0
     )  # each keeps a token; short ones are not worth a read
     plain = [decode_plain(tiny_target, prompt, max_new_tokens=80) for prompt in prompts]
-    reads, read = [], tiny_target.read
-    tiny_target.read = lambda tokens, **more: reads.append(tuple(tokens.shape)) or read(tokens, **more)
+    feature_spec, read = [], tiny_target.read
+    tiny_target.read = lambda tokens, **more: feature_spec.append(tuple(tokens.shape)) or read(tokens, **more)
     try:
         assert respond(tiny_target, prompts, ["a", "b", "c"], SamplingConfig(), max_new_tokens=80, seed=0) == plain
     finally:
         del tiny_target.read
-    assert reads[:2] == [(1, 12), (3, 5)]
+    assert feature_spec[:2] == [(1, 12), (3, 5)]
     drawn = SamplingConfig(
         temperature=2.0, top_k=200
     )  # a small change of any logit changes some token; alone, a prompt shares nothing

@@ -12,10 +12,10 @@ from conftest import VARIANTS, Watch, make_drafter, settings_of, shape_of
 from dloop_train.checkpoints.files import load_drafter, save_drafter
 from dloop_train.config import CONF
 from dloop_train.decoding.loop import draft_stage
-from dloop_train.decoding.rules import GREEDY, Chance
+from dloop_train.decoding.rules import GREEDY, SampleRng
 from dloop_train.drafters import attention
-from dloop_train.drafters.attention import Sight, context_in_blocks, context_in_parts, loop_attention
-from dloop_train.drafters.base import take
+from dloop_train.drafters.attention import ContextMask, context_in_blocks, context_in_parts, loop_attention
+from dloop_train.drafters.base import select_branches
 from dloop_train.drafters.sizes import Rope
 from dloop_train.types import KV, Context
 
@@ -64,16 +64,16 @@ def attended(length=40, branches=9, slots=4, drafted=8, dtype=torch.float64, doc
     first = torch.where(torch.arange(branches) % 2 == 1, 17, 0).expand(2, -1) * documents
     origin = first + torch.randint(0, length - 17, (2, branches), generator=generator)
     origin[0, 0] = first[0, 0]  # sees nothing
-    return queries, context, own, Sight(origin, first)
+    return queries, context, own, ContextMask(origin, first)
 
 
-def attention_by_hand(queries, context, own, sight, window, causal):
+def attention_by_hand(queries, context, own, context_mask, window, causal):
     """Branch by branch, plain softmax over the rows that it may see."""
     drafted, slots, group = own.keys.shape[2], queries.shape[2], queries.shape[3] // context.keys.shape[2]
     out = []
     for row in range(len(queries)):
         for branch in range(queries.shape[1]):
-            first, origin = int(sight.first[row, branch]), int(sight.origin[row, branch])
+            first, origin = int(context_mask.first[row, branch]), int(context_mask.origin[row, branch])
             keys, values = (
                 torch.cat([shared[row, first:origin], mine[row, branch]]).repeat_interleave(group, 1)
                 for shared, mine in ((context.keys, own.keys), (context.values, own.values))
@@ -96,11 +96,11 @@ class LayerWindow:
 def test_attention_equals_plain_softmax_by_branch(window, causal, together, monkeypatch):
     """Outputs and gradients, with branches that see nothing of the context, in groups of one branch and all at once."""
     monkeypatch.setattr(attention, "QUERIES", together)
-    queries, context, own, sight = attended()
+    queries, context, own, context_mask = attended()
     inputs = (queries, context.keys, context.values, own.keys, own.values)
     ours, plain = (
-        loop_attention(queries, context, own, sight, 0.25, window=window, causal=causal),
-        attention_by_hand(queries, context, own, sight, window, causal),
+        loop_attention(queries, context, own, context_mask, 0.25, window=window, causal=causal),
+        attention_by_hand(queries, context, own, context_mask, window, causal),
     )
     torch.testing.assert_close(ours, plain, **EXACT)
     upstream = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(4))
@@ -114,13 +114,17 @@ def test_attention_equals_plain_softmax_by_branch(window, causal, together, monk
 @pytest.mark.parametrize("window", [None, 7])
 def test_blocks_see_what_parts_see(window, dtype):
     """FlexAttention under the one rule: outputs and log-sum-exps, also where block masks are cut for the branches that are left."""
-    queries, context, _, sight = attended(length=200, branches=40, dtype=dtype)
+    queries, context, _, context_mask = attended(length=200, branches=40, dtype=dtype)
     # without gradients, which FlexAttention has on a GPU alone (test_gpu.py)
     grouped = queries.detach().unflatten(3, (2, 3)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
     shared = [rows.detach().transpose(1, 2) for rows in (context.keys, context.values)]
     for left in (40, 33):
-        blocks = context_in_blocks(grouped[:, :, :left], *shared, sight.take(left), range(4, 8), 0.25, window)
-        parts = context_in_parts(grouped[:, :, :left], *shared, sight.take(left), range(4, 8), 0.25, window)
+        blocks = context_in_blocks(
+            grouped[:, :, :left], *shared, context_mask.select_branches(left), range(4, 8), 0.25, window
+        )
+        parts = context_in_parts(
+            grouped[:, :, :left], *shared, context_mask.select_branches(left), range(4, 8), 0.25, window
+        )
         for a, b in zip(blocks, parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert parts[1].isinf().any()  # somebody sees nothing
@@ -147,14 +151,14 @@ def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
     generator = np.random.default_rng(0)
     for _ in range(20):
         length, branches = int(generator.integers(60, 900)), int(generator.integers(3, 60))
-        queries, context, _, sight = attended(length=length, branches=branches, dtype=torch.float32)
+        queries, context, _, context_mask = attended(length=length, branches=branches, dtype=torch.float32)
         grouped = queries.detach().unflatten(3, (2, 3)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
         for left in dict.fromkeys((branches, branches * 2 // 3, branches // 3)):
             context_in_blocks(
                 grouped[:, :, :left],
                 context.keys.detach().transpose(1, 2),
                 context.values.detach().transpose(1, 2),
-                sight.take(left),
+                context_mask.select_branches(left),
                 range(4, 8),
                 0.25,
                 None,
@@ -174,9 +178,9 @@ def test_autograds_thread_may_compile_as_many_forms():
 
 def allocated(length, branches, drafted):
     """Elements that attention allocates, forward and backward."""
-    queries, context, own, sight = attended(length, branches, 4, drafted, documents=False)
+    queries, context, own, context_mask = attended(length, branches, 4, drafted, documents=False)
     with Watch() as watch:
-        loop_attention(queries, context, own, sight, 0.25, causal=True).sum().backward()
+        loop_attention(queries, context, own, context_mask, 0.25, causal=True).sum().backward()
     return watch.elements
 
 
@@ -287,7 +291,7 @@ def test_taken_branches_equal_the_first_of_all(drafter, text):
         return lambda step, _: tokens[:1].gather(1, origins + drafter.k + step + 1)[:, :count]
 
     every = drafter.stage(first.state, anchors, feed(3)).hidden
-    two = drafter.stage(take(first.state, 2), anchors[:, :2], feed(2)).hidden
+    two = drafter.stage(select_branches(first.state, 2), anchors[:, :2], feed(2)).hidden
     torch.testing.assert_close(two, every[:, :2], **EXACT)
 
 
@@ -301,7 +305,7 @@ def test_decoded_stage_equals_unrolled(drafter, text):
         [],
     )
     for _ in range(3):
-        stage = draft_stage(drafter, GREEDY, Chance(), state, anchor)
+        stage = draft_stage(drafter, GREEDY, SampleRng(), state, anchor)
         drafted, state, anchor = drafted + stage.tokens, stage.state, stage.tokens[-1]
         logits.append(stage.logits)
     written = torch.cat([tokens[:1, :8], torch.tensor([drafted])], dim=1)
@@ -332,7 +336,7 @@ def test_rescoring_a_whole_stage_equals_speaking_token_by_token(drafter, text):
         seen.append(logits if logits.dim() == 4 else logits[:, :, None])
         return said if logits.dim() == 4 else said[:, :, len(seen) - 1]
 
-    assert torch.equal(drafter.speak(stage, anchors, dictate), said)
+    assert torch.equal(drafter.draft_tokens(stage, anchors, dictate), said)
     torch.testing.assert_close(torch.cat(seen, dim=2), drafter.rescore(stage, anchors, said), **EXACT)
 
 
@@ -756,7 +760,7 @@ def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
     shape, generator = change(shape_of(variant, tiny_target)), torch.Generator().manual_seed(1)
     drafter = make_drafter(variant, tiny_target, shape=shape)
     tokens = torch.randint(60, 240, (1, 25), generator=generator)
-    read = tiny_target.read(tokens[:, :-1], reads=shape.reads).features
+    read = tiny_target.read(tokens[:, :-1], feature_spec=shape.feature_spec).features
     features = torch.randn(
         read.shape, generator=generator, dtype=read.dtype
     )  # of any target: this one lends one layer's keys twice

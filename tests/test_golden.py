@@ -25,7 +25,7 @@ from dloop_train.drafters.dflash import DFlashConfig
 from dloop_train.drafters.domino import DominoConfig
 from dloop_train.drafters.dspark import DSparkConfig
 from dloop_train.drafters.eagle3 import Eagle3Config
-from dloop_train.drafters.layers import Attention, Places
+from dloop_train.drafters.layers import Attention, RotaryPositions
 from dloop_train.drafters.mtp import MTPConfig
 from dloop_train.drafters.mtp_assistant import POSITIONS, AssistantConfig
 from dloop_train.targets.head import TargetHead
@@ -84,7 +84,7 @@ def test_a_fault_is_told(folder, fault, monkeypatch):
         monkeypatch.setattr(
             Attention,
             "forward",
-            lambda self, rows, places, *rest: right(self, rows, Places(places.positions + 1), *rest),
+            lambda self, rows, places, *rest: right(self, rows, RotaryPositions(places.positions + 1), *rest),
         )
     monkeypatch.setattr(sys.modules[__name__], "load_drafter", faulty)
     with pytest.raises(AssertionError):
@@ -135,7 +135,7 @@ def greedy_block(drafter, stage, anchors):
         seen.append(logits.reshape(1, -1, logits.shape[-1]))
         return logits.argmax(-1)
 
-    tokens = drafter.speak(stage, anchors, most_likely)[:, 0]
+    tokens = drafter.draft_tokens(stage, anchors, most_likely)[:, 0]
     return tokens, torch.cat(seen, dim=1)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import composed
 
-from dloop_train.drafters.attention import Sight, loop_attention
+from dloop_train.drafters.attention import ContextMask, loop_attention
 from dloop_train.targets.head import TargetHead
 from dloop_train.types import KV, Context, TargetSpec
 
@@ -90,14 +90,14 @@ def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches)
     results = []
     for device in ("cpu", "cuda"):
         inputs = [value.to(device).requires_grad_() for value in values]
-        sight = Sight(origin.to(device), torch.zeros_like(origin, device=device))
+        context_mask = ContextMask(origin.to(device), torch.zeros_like(origin, device=device))
         queries, keys, rows, own_keys, own_rows = inputs
         for left in (branches, branches - 17):  # the second time in a mask that is cut
             output = loop_attention(
                 queries[:, :left],
                 KV(keys, rows),
                 KV(own_keys[:, :left], own_rows[:, :left]),
-                sight.take(left),
+                context_mask.select_branches(left),
                 size**-0.5,
                 window=window,
                 causal=causal,
@@ -120,8 +120,8 @@ def test_heads_of_all_sizes_fit(size):
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         inputs = [value.to(device, dtype).requires_grad_() for value in values]
         queries, keys, rows, own_keys, own_rows = inputs
-        sight = Sight(origin.to(device), torch.zeros_like(origin, device=device))
-        output = loop_attention(queries, KV(keys, rows), KV(own_keys, own_rows), sight, size**-0.5)
+        context_mask = ContextMask(origin.to(device), torch.zeros_like(origin, device=device))
+        output = loop_attention(queries, KV(keys, rows), KV(own_keys, own_rows), context_mask, size**-0.5)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
     for cpu, cuda in zip(*results, strict=True):
         assert (cuda.cpu().float() - cpu).norm() < 0.02 * cpu.norm()
@@ -139,9 +139,9 @@ def test_a_long_text_needs_no_dense_mask():
         KV(make(1, 512, 8, 8, 128), make(1, 512, 8, 8, 128)),
     )
     origin = torch.randint(1, 4096, (1, 512), device="cuda").sort().values
-    sight = Sight(origin, torch.zeros_like(origin))
-    loop_attention(queries, context, own, sight, 128**-0.5)  # compiles, and makes the mask
+    context_mask = ContextMask(origin, torch.zeros_like(origin))
+    loop_attention(queries, context, own, context_mask, 128**-0.5)  # compiles, and makes the mask
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loop_attention(queries, context, own, sight, 128**-0.5).sum().backward()
+    loop_attention(queries, context, own, context_mask, 128**-0.5).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 0.4 * 2**30

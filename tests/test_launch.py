@@ -24,7 +24,7 @@ from dloop_train.launch import (
     command,
     free_port,
     launcher_of,
-    outside,
+    outside_allocation,
     ranks_of_node,
     read_hostfile,
     world,
@@ -64,9 +64,13 @@ def test_who_takes_part(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert world(config_of(tmp_path, processes=2)) == World("srun", 3, 6)
     monkeypatch.setenv("SLURM_NNODES", "1")
-    assert launcher_of(LaunchConfig()) == "torchrun" and not apart(config_of(tmp_path)) and not outside(LaunchConfig())
+    assert (
+        launcher_of(LaunchConfig()) == "torchrun"
+        and not apart(config_of(tmp_path))
+        and not outside_allocation(LaunchConfig())
+    )
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert launcher_of(LaunchConfig()) == "srun" and apart(config_of(tmp_path)) and outside(LaunchConfig())
+    assert launcher_of(LaunchConfig()) == "srun" and apart(config_of(tmp_path)) and outside_allocation(LaunchConfig())
 
 
 @pytest.mark.parametrize("phase", ["generate", "cache", "evaluate"])

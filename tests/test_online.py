@@ -87,7 +87,7 @@ def test_a_batch_can_be_trained_on(sources):
 def test_long_texts_are_cut(sources):
     source = sources("online")
     short = OnlineSource(
-        source.responses, source.target, source.reads, dtype=source.dtype, max_length=5, batch_tokens=64
+        source.responses, source.target, source.feature_spec, dtype=source.dtype, max_length=5, batch_tokens=64
     )
     assert set(short.lengths) == {5} and ready(short, [0, 1]).tokens.shape == (2, 5)
     assert text_of(replace(source.responses[0], prompt_ids=[1, 2], response_ids=[3, 2]), 99).loss_mask.tolist() == [

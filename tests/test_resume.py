@@ -28,7 +28,7 @@ from dloop_train.ranks import peak_memory
 from dloop_train.runs import read_jsonl
 from dloop_train.targets.sources import load_target
 from dloop_train.training import engine
-from dloop_train.training.engine import TIMED, Agreed, Standing, Trainer, Validation, Window, too_many_skipped
+from dloop_train.training.engine import TIMED, StepTotals, Throughput, Trainer, TrainState, Validation, too_many_skipped
 from dloop_train.training.plan import Plan
 from dloop_train.training.saves import Best, Checkpoints, best_of, checkpoint_bytes, last_of
 
@@ -88,7 +88,7 @@ def skipping(root, precision, stages):
             any(not torch.equal(a, b) for a, b in zip(one, two, strict=True))
             for one, two in zip(seen[1:], seen[2:], strict=False)
         ]
-        found[stage] = changed, training.standing, [training.plan.samples(step) for step in range(6)]
+        found[stage] = changed, training.train_state, [training.plan.samples(step) for step in range(6)]
     return found
 
 
@@ -104,9 +104,9 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, stages
     """At every stage. One rank has the sample; both skip the step, and go on with the next one."""
     folder, ranks = start(skipping, precision, stages)
     for found in ranks:
-        for stage, (changed, standing, samples) in found.items():
+        for stage, (changed, train_state, samples) in found.items():
             bad = [5 in indices for indices in samples]
-            assert sum(bad) == standing.skipped == 2 and not bad[0], stage
+            assert sum(bad) == train_state.skipped == 2 and not bad[0], stage
             assert changed == [not skipped for skipped in bad[1:]], stage
             rows = read_jsonl(folder / str(stage) / "skipped.jsonl")
             assert [row["step"] - 1 for row in rows] == [step for step in range(6) if bad[step]]
@@ -136,10 +136,12 @@ def test_too_many_skipped_steps_stop_the_run_and_keep_the_checkpoint(tmp_path):
 
 def skipped_until(bad, steps=1000, **settings):
     """The step at which a training ends in which `bad(step)` are skipped, and what it says."""
-    standing = Standing()
+    train_state = TrainState()
     for step in range(1, steps + 1):
-        standing = Standing(step, standing.skipped + bad(step), standing.skipped_in_a_row + 1 if bad(step) else 0)
-        if bad(step) and (said := too_many_skipped(standing, TrainConfig(**settings))):
+        train_state = TrainState(
+            step, train_state.skipped + bad(step), train_state.skipped_in_a_row + 1 if bad(step) else 0
+        )
+        if bad(step) and (said := too_many_skipped(train_state, TrainConfig(**settings))):
             return step, said
     return None
 
@@ -273,7 +275,7 @@ class Counting(Samples):
     """A source whose batches are new tensors, and how many micro-batches' features live whenever another is asked for."""
 
     def __init__(self, target):
-        super().__init__(target, shape_of("dflash-shifted", target).reads)
+        super().__init__(target, shape_of("dflash-shifted", target).feature_spec)
         self.handed_out, self.alive = [], []
 
     def ready(self, batch, device, dtype):
@@ -546,7 +548,7 @@ def by_share(root):
     training.train(stopping)
     again, second = trainer(root, 0, **settings), Slow([1.0] * 61)
     again.train(second)
-    return [one.standing.validate_every for one in (training, again)], training.step, [*first.seen, *second.seen]
+    return [one.train_state.validate_every for one in (training, again)], training.step, [*first.seen, *second.seen]
 
 
 def test_validations_keep_to_their_share_of_the_time_at_steps_that_a_resumed_training_keeps(start):
@@ -570,9 +572,9 @@ def test_rows_say_what_a_step_did_and_cost(start):
 
 
 def test_rates_are_those_of_the_steps_since_the_last_row():
-    window = Window(time.perf_counter() - 10)
+    window = Throughput(time.perf_counter() - 10)
     for wait in (0.5, 1.5):
-        window.add(Agreed(torch.ones(2), tokens=100.0, origins=40.0, stop=False), wait)
+        window.add(StepTotals(torch.ones(2), tokens=100.0, origins=40.0, stop=False), wait)
     row = window.row()
     assert {name: row[name] for name in row if name != "memory_gb"} == pytest.approx(
         {"tokens_per_second": 20, "origins_per_second": 8, "seconds_per_step": 5, "wait_share": 0.2}, rel=0.01
@@ -585,7 +587,7 @@ def test_a_training_that_only_lost_says_so(tmp_path, capsys):
         done = SimpleNamespace(
             run_folder=tmp_path,
             best=best,
-            standing=Standing(6),
+            train_state=TrainState(6),
             out_of_patience=False,
             step=6,
             plan=SimpleNamespace(steps=6),
@@ -627,7 +629,7 @@ def test_every_rank_gets_its_share_and_a_step_is_the_same_on_any_number_of_them(
     plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4, micro_batch_size=1))
     for step, ranks in itertools.product(range(plan.steps_per_epoch), (1, 2, 3, 4, 5, 7)):
         shares = plan.shares(step, ranks)
-        assert len(shares) == ranks and all(len(share) == plan.turns(ranks) for share in shares)
+        assert len(shares) == ranks and all(len(share) == plan.micro_batches(ranks) for share in shares)
         assert sorted(index for share in shares for micro in share for index in micro) == sorted(plan.samples(step))
     assert sorted(index for step in range(plan.steps_per_epoch) for index in plan.samples(step)) == list(
         range(len(LENGTHS))

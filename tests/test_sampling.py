@@ -11,7 +11,7 @@ from dloop_train.config import CONF, TargetConfig, build, option
 from dloop_train.decoding import loop, rules
 from dloop_train.decoding.gates import Always, DLoop, Never
 from dloop_train.decoding.loop import decode, draft_stage
-from dloop_train.decoding.rules import Chance, Match, Rejection, Rule, distribution
+from dloop_train.decoding.rules import AcceptanceRule, Match, Rejection, SampleRng, distribution
 from dloop_train.serving import LoopedModel
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.responders import decode_plain
@@ -101,10 +101,10 @@ class LookedUpTarget:
     def new_cache(self) -> list[int]:
         return []
 
-    def read(self, tokens, *, cache, reads, logits):
+    def read(self, tokens, *, cache, feature_spec, logits):
         past, text = len(cache), (*cache, *tokens[0].tolist())
         if text not in self.seen:
-            self.seen[text] = self.target.read(torch.tensor([text]), reads=reads, logits=slice(None))
+            self.seen[text] = self.target.read(torch.tensor([text]), feature_spec=feature_spec, logits=slice(None))
         cache[:] = text
         whole = self.seen[text]
         return TargetOutput(whole.logits[:, past:][:, logits], whole.features[:, past:], whole.last_hidden[:, past:])
@@ -152,7 +152,7 @@ def look_up(drafter):
 # All outcomes
 
 
-class Walk(Chance):
+class Walk(SampleRng):
     """Chance that follows a path through the tree of decisions, and then takes the first branch that is possible."""
 
     def __init__(self, path: list[int]):
@@ -203,22 +203,22 @@ def law_of_decoding(target, drafter, gate, rule, length, rounds: list[Round] | N
         text = min(paths, key=len)  # what leads to it has been followed: every round emits
         path = known = paths.pop(text)
         while path is not None:
-            chance = Walk(path)
-            emissions = decode(target, drafter, gate, PROMPT, max_new_tokens=length, rule=rule, chance=chance)
+            rng = Walk(path)
+            emissions = decode(target, drafter, gate, PROMPT, max_new_tokens=length, rule=rule, rng=rng)
             said = []
             while len(said) <= len(text):
                 emission = next(emissions)
                 said += emission.tokens
             if rounds is not None and emission.round is not None:
                 rounds.append(emission.round)
-            probability = mass[text] * chance.probability(len(known))
+            probability = mass[text] * rng.probability(len(known))
             if said[-1] == STOP or len(said) == length:
                 assert next(emissions, None) is None
                 final[tuple(said)] += probability
             else:
-                paths.setdefault(tuple(said), chance.taken)
+                paths.setdefault(tuple(said), rng.taken)
                 mass[tuple(said)] += probability
-            path = chance.after(len(known))
+            path = rng.after(len(known))
     return final
 
 
@@ -242,14 +242,14 @@ def law_of_whole_texts(target, drafter, gate, rule, length) -> dict[tuple, float
     """law_of_decoding without its short cut: every outcome of every round after every other."""
     final, path = defaultdict(float), []
     while path is not None:
-        chance = Walk(path)
+        rng = Walk(path)
         said = [
             token
-            for e in decode(target, drafter, gate, PROMPT, max_new_tokens=length, rule=rule, chance=chance)
+            for e in decode(target, drafter, gate, PROMPT, max_new_tokens=length, rule=rule, rng=rng)
             for token in e.tokens
         ]
-        final[tuple(said)] += chance.probability(0)
-        path = chance.after(0)
+        final[tuple(said)] += rng.probability(0)
+        path = rng.after(0)
     return final
 
 
@@ -314,32 +314,32 @@ def test_plain_decoding_samples(temperature, target):
 class DrawnElsewhere(Rejection):
     """Drafts at another temperature than it tells the judge."""
 
-    def propose(self, logits, chance):
-        return chance.draw(distribution(logits, 0.5)), distribution(logits, self.drafts_at)
+    def propose(self, logits, rng):
+        return rng.draw(distribution(logits, 0.5)), distribution(logits, self.drafts_at)
 
 
 class DrawnInLowPrecision(Rejection):
     """Drafts from a softmax in bf16, and judges by the exact one."""
 
-    def propose(self, logits, chance):
+    def propose(self, logits, rng):
         rounded = torch.softmax(logits.bfloat16(), dim=-1).double()
-        return chance.draw(rounded / rounded.sum(-1, keepdim=True)), distribution(logits, self.drafts_at)
+        return rng.draw(rounded / rounded.sum(-1, keepdim=True)), distribution(logits, self.drafts_at)
 
 
 class BonusFromTheWrongPlace(Rejection):
     """Takes the token after an accepted draft from the last drafted position."""
 
-    def judge_sampled(self, drafted, proposed, target, chance):
-        return super().judge_sampled(
-            drafted, proposed, torch.cat([target[:-1], target[-2:-1]]) if drafted else target, chance
+    def verify_sampled(self, drafted, proposed, target, rng):
+        return super().verify_sampled(
+            drafted, proposed, torch.cat([target[:-1], target[-2:-1]]) if drafted else target, rng
         )
 
 
 class JudgedElsewhere(Rejection):
     """Judges at another temperature than it is asked for."""
 
-    def judge_sampled(self, drafted, proposed, target, chance):
-        return super().judge_sampled(drafted, proposed, distribution(target.log(), 0.8), chance)
+    def verify_sampled(self, drafted, proposed, target, rng):
+        return super().verify_sampled(drafted, proposed, distribution(target.log(), 0.8), rng)
 
 
 MUTANTS = {
@@ -395,7 +395,7 @@ def text_of(target, drafter, rule, identity="one", gate=None, length=30):
         [60, 61, 62],
         max_new_tokens=length,
         rule=rule,
-        chance=Chance(rule.seed, identity),
+        rng=SampleRng(rule.seed, identity),
     )
     return [token for emission in emissions for token in emission.tokens]
 
@@ -437,23 +437,23 @@ def test_temperature_zero_is_greedy(kind, variant, tiny_target):
 
 
 def test_chance_draws_as_often_as_it_should():
-    chance, probabilities = Chance(), torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
-    drawn = chance.draw(probabilities.expand(4, 5000, 6))
+    rng, probabilities = SampleRng(), torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    drawn = rng.draw(probabilities.expand(4, 5000, 6))
     assert drawn.shape == (4, 5000)
     torch.testing.assert_close(torch.bincount(drawn.flatten(), minlength=6) / 20000, probabilities, atol=0.02, rtol=0)
     assert not {0, 2, 5} & set(drawn.flatten().tolist())
-    assert sum(chance.flip(0.3) for _ in range(5000)) / 5000 == pytest.approx(0.3, abs=0.03)
-    assert all(chance.flip(1.0) and not chance.flip(0.0) for _ in range(1000))
+    assert sum(rng.flip(0.3) for _ in range(5000)) / 5000 == pytest.approx(0.3, abs=0.03)
+    assert all(rng.flip(1.0) and not rng.flip(0.0) for _ in range(1000))
 
 
 @torch.inference_mode()
 def test_a_stage_remembers_what_it_chose_and_from_what(variant, tiny_target):
     """The gate's l_i are of the chosen tokens; q is the untouched softmax of the same logits."""
     drafter, rule, likeliest = make_drafter(variant, tiny_target), Rejection(temperature=0.9), []
-    output = tiny_target.read(torch.tensor([[60, 61, 62]]), reads=drafter.shape.reads)
+    output = tiny_target.read(torch.tensor([[60, 61, 62]]), feature_spec=drafter.shape.feature_spec)
     state = drafter.begin(Context(torch.tensor([[60, 61, 62, 63]]), output.features), torch.tensor([[3]]))
     for seed in range(5):
-        stage = draft_stage(drafter, rule, Chance(seed), state, 63)
+        stage = draft_stage(drafter, rule, SampleRng(seed), state, 63)
         assert drafter.token_ids(stage.ids).tolist() == stage.tokens
         assert torch.equal(torch.cat(stage.proposed), distribution(stage.logits, 0.9))
         likeliest += (stage.ids == stage.logits.argmax(-1)).tolist()
@@ -472,7 +472,8 @@ def test_probabilities_are_at_least_fp32():
 def test_every_rule_yaml_builds_and_says_what_it_refuses():
     for path in (CONF / "rule").glob("*.yaml"):
         assert isinstance(
-            build(option("rule", path.stem) | {"temperature": 1, "draft_temperature": 0}, Rule, "rule"), Rule
+            build(option("rule", path.stem) | {"temperature": 1, "draft_temperature": 0}, AcceptanceRule, "rule"),
+            AcceptanceRule,
         )
     for settings, words in (
         ({"temperature": -1.0}, "rule.temperature must not be negative"),

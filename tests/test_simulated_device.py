@@ -72,12 +72,12 @@ def device(request, monkeypatch):
         return
     uncompiled = attention.flex(False)
 
-    def in_blocks(queries, keys, values, sight, ahead, scale, window):
-        mask = sight.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
+    def in_blocks(queries, keys, values, context_mask, ahead, scale, window):
+        mask = context_mask.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
         assert {
             each.device for each in (queries, keys, values, *mask.as_tuple()) if isinstance(each, torch.Tensor)
         } == {queries.device}
-        return attention.context_in_parts(queries, keys, values, sight, ahead, scale, window)
+        return attention.context_in_parts(queries, keys, values, context_mask, ahead, scale, window)
 
     monkeypatch.setattr(attention, "flex", lambda compiled: uncompiled)
     monkeypatch.setattr(attention, "context_in_blocks", in_blocks)
@@ -107,8 +107,8 @@ def drafter(variant, target, device):
 def test_a_training_step(drafter, target, device, pack):
     batch = collate(
         [
-            replace(sample, features=drafters_row(sample, drafter.shape.reads))
-            for sample in read_samples(target, TEXTS, drafter.shape.reads, dtype=torch.float32, batch_tokens=40)
+            replace(sample, features=drafters_row(sample, drafter.shape.feature_spec))
+            for sample in read_samples(target, TEXTS, drafter.shape.feature_spec, dtype=torch.float32, batch_tokens=40)
         ]
     ).to(device, torch.float32)
     batch = packed(batch) if pack else batch
@@ -171,7 +171,7 @@ def test_heads_without_a_kernel_have_dense_masks(size, dtype, blocks, device, mo
         attention.KV(*[torch.zeros(1, 9, 2, size, device=device, dtype=dtype)] * 2),
     )
     origin = torch.tensor([[3, 5]], device=device)
-    attention.loop_attention(queries, context, None, attention.Sight(origin, torch.zeros_like(origin)), 1.0)
+    attention.loop_attention(queries, context, None, attention.ContextMask(origin, torch.zeros_like(origin)), 1.0)
     assert ways == ["context_in_blocks" if blocks else "context_in_parts"]
 
 

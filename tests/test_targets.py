@@ -23,7 +23,7 @@ from dloop_train.targets import sources
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.responders import decode_plain, respond
 from dloop_train.targets.sources import load_head, load_spec, load_target
-from dloop_train.types import Reads
+from dloop_train.types import FeatureSpec
 
 TINY = sorted(path.stem for path in (CONF / "target").glob("tiny_*.yaml"))
 REAL = {"qwen3_14b": 14_768_307_200, "qwen35_9b": 8_953_803_264, "gemma4_12b": 11_907_350_272}
@@ -45,8 +45,8 @@ def target(request, targets):
     return targets[request.param]
 
 
-def all_states(target) -> Reads:
-    return Reads(taps=tuple(range(target.spec.num_layers - 1)), shared_kv=True, last_hidden=True)
+def all_states(target) -> FeatureSpec:
+    return FeatureSpec(taps=tuple(range(target.spec.num_layers - 1)), shared_kv=True, last_hidden=True)
 
 
 def random_tokens(count: int, seed: int) -> torch.Tensor:
@@ -60,8 +60,8 @@ def close(ours, expected, atol=1e-10):
 def read_in_rounds(target, text, *, prefill: int, seed: int, atol: float):
     """Read `text` in rounds of kept and rejected tokens; every kept row must be that of one pass over the text."""
     generator = torch.Generator().manual_seed(seed)
-    reads = all_states(target)
-    fresh = target.read(text, reads=reads, logits=slice(None))
+    feature_spec = all_states(target)
+    fresh = target.read(text, feature_spec=feature_spec, logits=slice(None))
     cache, past = target.new_cache(), 0
     while past < text.shape[1]:
         kept = min(text.shape[1] - past, int(torch.randint(1, 7, (), generator=generator)) if past else prefill)
@@ -69,7 +69,7 @@ def read_in_rounds(target, text, *, prefill: int, seed: int, atol: float):
         tokens = torch.cat(
             [text[:, past : past + kept], torch.randint(4, 260, (1, rejected), generator=generator)], dim=1
         )
-        output = target.read(tokens, cache=cache, reads=reads, logits=slice(None))
+        output = target.read(tokens, cache=cache, feature_spec=feature_spec, logits=slice(None))
         for name in ("logits", "features", "last_hidden"):
             close(getattr(output, name)[:, :kept], getattr(fresh, name)[:, past : past + kept], atol)
         if past:
@@ -152,7 +152,7 @@ def test_a_path_through_a_tree_is_its_tokens_alone(targets, name, past):
         [[True, False, False], [True, True, False], [True, False, True]],
         [past, past + 1, past + 1],
     )
-    fresh = target.read(text, reads=all_states(target), logits=slice(None))
+    fresh = target.read(text, feature_spec=all_states(target), logits=slice(None))
     cache = target.new_cache()
     target.read(text[:, :past], cache=cache)
     window = target.spec.shared_kv[0].window
@@ -164,12 +164,17 @@ def test_a_path_through_a_tree_is_its_tokens_alone(targets, name, past):
         }
     tree = torch.stack([text[0, past], torch.tensor(99), text[0, past + 1]])[None]
     output = target.read(
-        tree, cache=cache, mask=mask, positions=torch.tensor([positions]), reads=all_states(target), logits=slice(None)
+        tree,
+        cache=cache,
+        mask=mask,
+        positions=torch.tensor([positions]),
+        feature_spec=all_states(target),
+        logits=slice(None),
     )
     close(output.features[:, [0, 2]], fresh.features[:, past : past + 2])
     target.commit(cache, past, [0, 2])
     assert cache.get_seq_length() == past + 2
-    output = target.read(text[:, past + 2 :], cache=cache, reads=all_states(target), logits=slice(None))
+    output = target.read(text[:, past + 2 :], cache=cache, feature_spec=all_states(target), logits=slice(None))
     close(output.features, fresh.features[:, past + 2 :])
     close(output.logits, fresh.logits[:, past + 2 :])
 
@@ -268,7 +273,7 @@ def test_cached_samples_do_not_depend_on_their_batch(target, exact):
         for row in ids
     ]
     for sample, row in zip(read_batch(target, texts, all_states(target), torch.float64), ids, strict=True):
-        alone = target.read(torch.tensor([row]), reads=replace(all_states(target), last_hidden=False))
+        alone = target.read(torch.tensor([row]), feature_spec=replace(all_states(target), last_hidden=False))
         close(sample.features, alone.features[0])
         close(sample.last_hidden, alone.last_hidden[0])
 
@@ -278,7 +283,7 @@ def test_a_targets_memory_goes_with_its_last_reference(name):
     """No cycle through the hooks: a phase that loads a second target must not hold two."""
     target = load_target(config_of(name), device="cpu")
     cache = target.new_cache()
-    target.read(random_tokens(4, 0), cache=cache, reads=Reads(taps=(0,)))
+    target.read(random_tokens(4, 0), cache=cache, feature_spec=FeatureSpec(taps=(0,)))
     target.read(random_tokens(4, 0), cache=cache)
     model = weakref.ref(target.model)
     gc.disable()
@@ -296,7 +301,10 @@ def test_shared_keys_and_values_are_those_that_gemma_attends_to(targets):
         rows.transpose(1, 2).flatten(2) for kind in ("sliding_attention", "full_attention") for rows in states[kind]
     ]
     for cache in (None, target.new_cache()):
-        close(target.read(text, cache=cache, reads=Reads(shared_kv=True)).features, torch.cat(expected, dim=-1))
+        close(
+            target.read(text, cache=cache, feature_spec=FeatureSpec(shared_kv=True)).features,
+            torch.cat(expected, dim=-1),
+        )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -351,7 +359,7 @@ def test_the_text_model_of_a_multimodal_checkpoint(name, tmp_path, monkeypatch):
     )
     config, text = config_of(name, source="folder", path=str(tmp_path)), random_tokens(20, 0)
     target, head = load_target(config, device="cpu"), load_head(config)
-    output = target.read(text, reads=all_states(target), logits=slice(None))
+    output = target.read(text, feature_spec=all_states(target), logits=slice(None))
     close(output.logits, model(input_ids=text).logits, atol=1e-5)
     assert output.features.shape[-1] == all_states(target).width(load_spec(config))
     close(head.logits(output.last_hidden), output.logits, atol=1e-5)
@@ -387,7 +395,7 @@ def golden(folder: str, files: str, monkeypatch):
 @pytest.mark.parametrize("folder, files", [("hf_mtp_qwen3_5", "."), ("hf_mtp_gemma4_assistant", "target")])
 def test_golden_target(folder, files, monkeypatch):
     target, io = golden(folder, files, monkeypatch)
-    output = target.read(io["input_ids"], reads=Reads(shared_kv=True), logits=slice(None))
+    output = target.read(io["input_ids"], feature_spec=FeatureSpec(shared_kv=True), logits=slice(None))
     close(output.logits, io["target_logits"], atol=1e-5)
     close(output.last_hidden, io["target_final_hidden"], atol=1e-5)
     if "full_attention_keys" in io:

@@ -92,7 +92,7 @@ def unrolled(variant, taught_target):
         return Unroll(make_drafter(variant, taught_target), Terms(3), **{"max_rows": 1000} | settings)
 
     drafter = make().drafter
-    batch, k = counting_batch(taught_target, drafter.shape.reads, count=4), drafter.k
+    batch, k = counting_batch(taught_target, drafter.shape.feature_spec, count=4), drafter.k
     return make, batch, draw_origins(batch, k, count=9, depth_exposure=3, seed=0, epoch=0)
 
 
@@ -170,7 +170,7 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
         drafter.base_share, drafter.base_until = 0.8, 0.5
     if isinstance(drafter, ChainDrafter):
         drafter.head.softcap = 3.0
-    batch, k = counting_batch(taught_target, drafter.shape.reads, count=2), drafter.k
+    batch, k = counting_batch(taught_target, drafter.shape.feature_spec, count=2), drafter.k
     batch.loss_mask[1, 19] = False
     origins = draw_origins(batch, k, count=4, depth_exposure=2, seed=0, epoch=0)
     unroll = Unroll(drafter, Terms(2), max_rows=1000)
@@ -247,7 +247,7 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
 def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, taught_target):
     drafter = make_drafter(variant, taught_target)
     drafter.settings = replace(drafter.settings, ce_weight=0.0, l1_weight=0.0, detach_confidence=detach)
-    batch = counting_batch(taught_target, drafter.shape.reads, count=2)
+    batch = counting_batch(taught_target, drafter.shape.feature_spec, count=2)
     _, gradients = loss_and_gradients(
         Unroll(drafter, Terms(1), max_rows=1000),
         batch,
@@ -265,7 +265,7 @@ def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, ta
 
 def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
     """lambda = base_share * (1 - progress / base_until), never below zero: the loss is linear in it, between the two losses alone."""
-    batch = counting_batch(taught_target, make_drafter("domino-shifted", taught_target).shape.reads, count=2)
+    batch = counting_batch(taught_target, make_drafter("domino-shifted", taught_target).shape.feature_spec, count=2)
 
     def loss(share, until, progress):
         drafter = make_drafter("domino-shifted", taught_target)
@@ -295,7 +295,7 @@ def test_the_loss_in_bf16_is_that_of_fp64_but_for_rounding(unrolled):
     for parameter in unroll.drafter.parameters():
         parameter.data = parameter.data.bfloat16()
     head = unroll.drafter.head
-    unroll.drafter.borrow(
+    unroll.drafter.attach_head(
         TargetHead(
             head.embed_weight.bfloat16(),
             head.lm_head_weight.bfloat16(),
@@ -380,7 +380,7 @@ def test_row_losses_and_their_gradient_equal_autograds(mixture):
 def test_logits_live_a_chunk_at_a_time(variant, taught_target):
     """Forward and backward: never more than loss_rows rows of logits in one tensor, WIDE such tensors at once, and none behind the forward."""
     drafter, rows = make_drafter(variant, taught_target), 7
-    batch = counting_batch(taught_target, drafter.shape.reads, count=4)
+    batch = counting_batch(taught_target, drafter.shape.feature_spec, count=4)
     origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
     unroll = Unroll(drafter, Terms(3), max_rows=rows)
     widths = {drafter.shape.vocab_size, getattr(drafter.shape, "draft_vocab_size", drafter.shape.vocab_size)}
@@ -409,7 +409,7 @@ def uneven(batch, lengths):
 
 def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
     drafter = make_drafter(variant, taught_target)
-    batch = uneven(counting_batch(taught_target, drafter.shape.reads, count=4), (32, 9, 21, 26))
+    batch = uneven(counting_batch(taught_target, drafter.shape.feature_spec, count=4), (32, 9, 21, 26))
     alone = [
         TextBatch(
             (name,),
@@ -456,7 +456,7 @@ def test_recomputing_stages_changes_no_digit(unrolled):
 @pytest.mark.parametrize("variant", ["dflash-fill_in", "eagle3-reduced"])
 def test_recomputing_keeps_less_of_a_stage(variant, taught_target):
     drafter, kept = make_drafter(variant, taught_target), []
-    batch = counting_batch(taught_target, drafter.shape.reads, count=4)
+    batch = counting_batch(taught_target, drafter.shape.feature_spec, count=4)
     origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
     for recompute in (False, True):
         unroll, saved = Unroll(drafter, Terms(3), max_rows=1000, recompute=recompute), {}

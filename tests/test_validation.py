@@ -287,7 +287,9 @@ def test_extra_drafters_get_the_threshold_that_validation_finds_fastest_and_any_
     gates, drafter = evaluation.gates(), evaluation.drafter("other")
     speeds = {
         g: simulated(
-            evaluation.records(drafter, responses, config.gate, 2), config.gate.at(g), evaluation.costs(drafter)
+            evaluation.records(drafter, responses, config.gate, 2),
+            config.gate.with_threshold(g),
+            evaluation.costs(drafter),
         )["tokens_per_second"]
         for g in (-0.5, -30.0)
     }

@@ -103,10 +103,10 @@ def test_released_weights_get_a_vocabulary_at_load(tiny_target, tmp_path):
 def test_a_reduced_drafter_that_has_decoded_is_trained(variant, taught_target):
     """As after the validation in front of the first step, in inference mode: its head's rows are made there."""
     drafter = make_drafter(variant, taught_target)
-    drafter.borrow(drafter.head)
+    drafter.attach_head(drafter.head)
     with torch.inference_mode():
         list(decode(taught_target, drafter, DLoop(threshold=-1.0), counting_prompts(1)[0].tolist(), max_new_tokens=4))
-    batch = counting_batch(taught_target, drafter.shape.reads, count=2)
+    batch = counting_batch(taught_target, drafter.shape.feature_spec, count=2)
     origins, unroll = (
         draw_origins(batch, drafter.k, count=4, depth_exposure=2, seed=0, epoch=0),
         Unroll(drafter, Terms(2), max_rows=1000),
@@ -191,7 +191,7 @@ def one_row(variant, target, kept, **settings):
     for name, value in settings.items():
         setattr(drafter, name, value)
     drafter.keep_tokens(kept)
-    batch = counting_batch(target, drafter.shape.reads, count=2)
+    batch = counting_batch(target, drafter.shape.feature_spec, count=2)
     origins = draw_origins(batch, drafter.k, count=4, depth_exposure=1, seed=0, epoch=0)
     unroll = Unroll(drafter, Terms(1), max_rows=7)
     result = unroll(batch, origins, unroll.weights(batch, origins), 0.0)

@@ -50,12 +50,12 @@ def one_rank(number, count, port, folder, function, arguments):
 class Samples:
     """A source in memory. The features of `poisoned` are finite, what the drafter makes of them is not."""
 
-    def __init__(self, target, reads, poisoned=None, lengths=LENGTHS):
+    def __init__(self, target, feature_spec, poisoned=None, lengths=LENGTHS):
         generator = torch.Generator().manual_seed(3)
         self.samples = []
         for number, length in enumerate(lengths):
             tokens = torch.randint(60, 240, (length,), generator=generator)
-            output = target.read(tokens[None], reads=reads)
+            output = target.read(tokens[None], feature_spec=feature_spec)
             features = (
                 output.features[0].float() if number != poisoned else torch.full_like(output.features[0], 1e38).float()
             )
@@ -100,7 +100,7 @@ def trainer(folder, stage, *, offload=False, poisoned=None, variant="dflash-shif
         start=last.step if last else 0,
         best=best.step if best else None,
     )
-    source = source or Samples(target, shape_of(variant, target).reads, poisoned)
+    source = source or Samples(target, shape_of(variant, target).feature_spec, poisoned)
     return Trainer(drafter, source, settings, DeepSpeedConfig(stage, offload), folder / "checkpoints", log)
 
 

@@ -195,7 +195,7 @@ def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path
 
 def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
     """A released checkpoint is looped as the settings say; one that was trained loop-aware only as it was trained."""
-    looped, section = settings.looped(shape), config.get(SECTION) or {}
+    looped, section = settings.with_loop_settings(shape), config.get(SECTION) or {}
     for name in ("state", "slot") if section.get("trained_depth_exposure") else ():
         found, wanted = section.get(name), getattr(looped, name)
         check(found in (None, wanted), f"{folder} was trained with {name}={found}, drafter.{name} says {wanted}")
@@ -376,7 +376,7 @@ def require_fit(shape: DrafterShape, target: TargetSpec, taps: Sequence[int], fo
     """Name everything in which a checkpoint and the target disagree."""
     differ = [
         f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
-        for name, value in shape.facts_of(target, taps).items()
+        for name, value in shape.expected_fields(target, taps).items()
         if getattr(shape, name) != value
     ]
     check(not differ, f"{folder} was made for another target:\n  " + "\n  ".join(differ))

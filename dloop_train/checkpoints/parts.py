@@ -12,12 +12,12 @@ from dloop_train.drafters.sizes import FULL, public_sizes, read_layers, required
 
 def one_of(key: str, *places: dict, default=None):
     """The value of a key that stands at the top level or in a nested section; contradicting values are an error."""
-    value = said(places, key)
+    value = stated(places, key)
     check(value is not None or default is not None, f"config.json has no {key}, at the top level or nested")
     return default if value is None else value
 
 
-def said(places: Sequence[dict], *keys: str):
+def stated(places: Sequence[dict], *keys: str):
     """What is said under any of these keys in any of these places, or None; contradicting values are an error."""
     found = [place[key] for place in places for key in keys if place.get(key) is not None]
     check(
@@ -43,7 +43,7 @@ def block_fields(format: str, places: Sequence[dict], *, architecture: str, alig
     section = config.get("dloop") or {}
     return dict(
         format=format,
-        layers=read_layers(config, architecture, layer_kinds(config), causal=said(places, "is_causal", "causal")),
+        layers=read_layers(config, architecture, layer_kinds(config), causal=stated(places, "is_causal", "causal")),
         taps=tuple(one_of("target_layer_ids", *places)),
         num_target_layers=config.get("num_target_layers"),
         vocab_size=config["vocab_size"],

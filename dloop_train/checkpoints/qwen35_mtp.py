@@ -7,7 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import said
+from dloop_train.checkpoints.parts import stated
 from dloop_train.config import check
 from dloop_train.drafters.mtp import MTPShape
 from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers, required
@@ -33,13 +33,13 @@ def text_config(config: dict) -> dict:
 def read_shape(config: dict) -> MTPShape:
     text = text_config(config)
     required(text, "num_hidden_layers", "vocab_size", "hidden_size")
-    count = said((text, config), "mtp_num_hidden_layers")
+    count = stated((text, config), "mtp_num_hidden_layers")
     check(
         count == 1,
         f"config.json says mtp_num_hidden_layers: {count}; one layer was expected. A target without the key has no MTP module: train one from scratch",
     )
     check(
-        not said((text, config), "mtp_use_dedicated_embeddings"),
+        not stated((text, config), "mtp_use_dedicated_embeddings"),
         "config.json says mtp_use_dedicated_embeddings: true, which is not supported",
     )
     return MTPShape(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import block_fields, causal_key, one_of, renamed, said, shared_keys
+from dloop_train.checkpoints.parts import block_fields, causal_key, one_of, renamed, shared_keys, stated
 from dloop_train.config import check
 from dloop_train.drafters.domino import DominoShape
 
@@ -38,7 +38,7 @@ def read_shape(config: dict) -> DominoShape:
         emb_dim=one_of("emb_dim", *places),
         gru_hidden_dim=one_of("gru_hidden_dim", *places),
         pure_draft_prefix_len=one_of("pure_draft_prefix_len", *places, default=1),
-        num_draft_tokens=said(places, "num_draft_tokens"),
+        num_draft_tokens=stated(places, "num_draft_tokens"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dloop_train.checkpoints.parts import checked_maps, renamed, said
+from dloop_train.checkpoints.parts import checked_maps, renamed, stated
 from dloop_train.config import check
 from dloop_train.drafters.eagle3 import Eagle3Shape
 from dloop_train.drafters.sizes import FULL, plain_sizes, read_layers, required
@@ -31,7 +31,7 @@ def read_shape(config: dict) -> Eagle3Shape:
         "eagle_aux_hidden_state_layer_ids": [index - 1 for index in inputs] or None
     }  # the top-level key counts layer inputs
     taps = (
-        said(
+        stated(
             ({"target_layer_ids": config.get("target_layer_ids") or None}, nested, outputs),
             "target_layer_ids",
             "eagle_aux_hidden_state_layer_ids",

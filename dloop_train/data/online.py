@@ -9,7 +9,7 @@ from dloop_train.data.batches import TextBatch, collate
 from dloop_train.data.responses import Response, Rows
 from dloop_train.data.store import drafters_row, stored
 from dloop_train.targets.target import Target
-from dloop_train.types import Reads, Sample
+from dloop_train.types import FeatureSpec, Sample
 
 
 def text_of(response: Response, max_length: int) -> Sample:
@@ -20,11 +20,11 @@ def text_of(response: Response, max_length: int) -> Sample:
 
 
 def read_samples(
-    target: Target, texts: Sequence[Sample], reads: Reads, *, dtype: torch.dtype, batch_tokens: int
+    target: Target, texts: Sequence[Sample], feature_spec: FeatureSpec, *, dtype: torch.dtype, batch_tokens: int
 ) -> Iterator[Sample]:
     """Texts with their features as the store keeps them, on the target's device; shorter ones first."""
     for batch in batches(texts, batch_tokens):
-        yield from read_batch(target, batch, reads, dtype)
+        yield from read_batch(target, batch, feature_spec, dtype)
 
 
 def batches(texts: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
@@ -37,13 +37,13 @@ def batches(texts: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
     return [batch for batch in grouped if batch]
 
 
-def read_batch(target: Target, texts: Sequence[Sample], reads: Reads, dtype: torch.dtype) -> list[Sample]:
+def read_batch(target: Target, texts: Sequence[Sample], feature_spec: FeatureSpec, dtype: torch.dtype) -> list[Sample]:
     """One pass of the target. Padding on the right is behind every token that is looked at, and needs no positions."""
     tokens = torch.nn.utils.rnn.pad_sequence([text.tokens for text in texts], batch_first=True).to(target.device)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text.tokens) for text in texts], batch_first=True).to(
         target.device
     )
-    output = target.read(tokens, mask=mask, reads=stored(reads))
+    output = target.read(tokens, mask=mask, feature_spec=stored(feature_spec))
     samples = []
     for number, text in enumerate(texts):
         rows = slice(0, len(text.tokens))
@@ -72,13 +72,13 @@ class OnlineSource:
         self,
         responses: Rows[Response],
         target: Target,
-        reads: Reads,
+        feature_spec: FeatureSpec,
         *,
         dtype: torch.dtype,
         max_length: int,
         batch_tokens: int,
     ):
-        self.responses, self.target, self.reads = responses, target, reads
+        self.responses, self.target, self.feature_spec = responses, target, feature_spec
         self.dtype, self.max_length, self.batch_tokens = dtype, max_length, batch_tokens
         self.lengths = tuple(responses.lengths.clip(max=max_length).tolist())
 
@@ -94,8 +94,10 @@ class OnlineSource:
         found = {
             sample.id: sample
             for sample in read_samples(
-                self.target, batch.texts, self.reads, dtype=self.dtype, batch_tokens=self.batch_tokens
+                self.target, batch.texts, self.feature_spec, dtype=self.dtype, batch_tokens=self.batch_tokens
             )
         }
-        samples = [replace(found[text.id], features=drafters_row(found[text.id], self.reads)) for text in batch.texts]
+        samples = [
+            replace(found[text.id], features=drafters_row(found[text.id], self.feature_spec)) for text in batch.texts
+        ]
         return collate(samples).to(device, dtype)

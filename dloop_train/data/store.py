@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dloop_train.data.batches import TextBatch, collate
-from dloop_train.types import Reads, Sample
+from dloop_train.types import FeatureSpec, Sample
 
 ROWS = ("tokens", "loss_mask", "features", "last_hidden")
 INDEX = "index.npz"
@@ -43,14 +43,14 @@ class Index:
         return range(*np.searchsorted(self.shard, [number, number + 1]).tolist())
 
 
-def stored(reads: Reads) -> Reads:
+def stored(feature_spec: FeatureSpec) -> FeatureSpec:
     """What of a feature row lies on disk as features: the last hidden state has rows of its own, for the loss."""
-    return replace(reads, last_hidden=False)
+    return replace(feature_spec, last_hidden=False)
 
 
-def drafters_row(sample: Sample, reads: Reads) -> Tensor:
+def drafters_row(sample: Sample, feature_spec: FeatureSpec) -> Tensor:
     """The feature rows that a drafter reads, from a sample as the store keeps it. [T, F]"""
-    return torch.cat([sample.features, sample.last_hidden], dim=-1) if reads.last_hidden else sample.features
+    return torch.cat([sample.features, sample.last_hidden], dim=-1) if feature_spec.last_hidden else sample.features
 
 
 def plan_shards(lengths: Sequence[int], row_bytes: int, shard_bytes: int) -> Index:
@@ -117,8 +117,8 @@ def read_index(folder: Path) -> Index:
 class FeatureStore:
     """Reads samples of a complete store, each tensor as one memory-mapped slice, whose checksum is looked at when it is first read."""
 
-    def __init__(self, folder: Path, facts: dict, *, max_length: int, reads: Reads = Reads()):  # noqa: B008 a frozen value
-        self.folder, self.max_length, self.reads = folder, max_length, reads
+    def __init__(self, folder: Path, facts: dict, *, max_length: int, feature_spec: FeatureSpec = FeatureSpec()):  # noqa: B008 a frozen value
+        self.folder, self.max_length, self.feature_spec = folder, max_length, feature_spec
         self.index = read_index(folder)
         self.checked = np.zeros(len(self.index), dtype=bool)
         self.open = lru_cache(OPEN_SHARDS)(self.open)
@@ -158,7 +158,7 @@ class FeatureStore:
             self.checked[index] = True
         cut = {name: getattr(lying, name)[: self.max_length] for name in ROWS}
         sample = replace(lying, **cut | {"tokens": cut["tokens"].long()})
-        return replace(sample, features=drafters_row(sample, self.reads))
+        return replace(sample, features=drafters_row(sample, self.feature_spec))
 
     def open(self, number: int):
         """A shard, its samples' ids and their checksums."""

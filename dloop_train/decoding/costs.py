@@ -9,7 +9,7 @@ from statistics import median
 from dloop_train.config import check
 from dloop_train.decoding.gates import DLoop, Never
 from dloop_train.decoding.loop import Clock, decode
-from dloop_train.decoding.rules import GREEDY, Rule
+from dloop_train.decoding.rules import GREEDY, AcceptanceRule
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
 from dloop_train.types import Round
@@ -181,7 +181,7 @@ def costs_of(rounds: Sequence[Round], k: int, stages: int, verify: dict[int, flo
     )
 
 
-def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int], rule: Rule = GREEDY) -> float:
+def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int], rule: AcceptanceRule = GREEDY) -> float:
     """A few rounds that nobody counts; returns their seconds."""
     clock = Clock(target.device)
     gate = Never() if drafter is None else DLoop(threshold=-1e9, max_stages=2)

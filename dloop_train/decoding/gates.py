@@ -75,7 +75,7 @@ class DLoop(Gate):
     def by_replay(self) -> bool:
         return self.threshold == REPLAY
 
-    def at(self, threshold: float) -> "DLoop":
+    def gather_at(self, threshold: float) -> "DLoop":
         """The same gate with this threshold."""
         return replace(self, threshold=threshold)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.decoding.gates import Gate, log_probability
-from dloop_train.decoding.rules import GREEDY, Chance, Rule
+from dloop_train.decoding.rules import GREEDY, AcceptanceRule, SampleRng
 from dloop_train.drafters.base import Drafter
 from dloop_train.targets.target import Target
-from dloop_train.types import Context, DraftState, Reads, Round
+from dloop_train.types import Context, DraftState, FeatureSpec, Round
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Emission:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one stage said."""
+    """What one stage verified."""
 
     tokens: list[int]
     ids: Tensor  # [k] the same tokens in the draft vocabulary
@@ -43,7 +43,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Draft:
-    """What all stages of a round said."""
+    """What all stages of a round verified."""
 
     tokens: list[int]
     proposed: Tensor | None  # [n, V] over the draft vocabulary
@@ -77,8 +77,8 @@ def decode(
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
-    rule: Rule = GREEDY,
-    chance: Chance | None = None,
+    rule: AcceptanceRule = GREEDY,
+    rng: SampleRng | None = None,
 ) -> Iterator[Emission]:
     """Emit the target's own continuation of `prompt`, round by round, until a stop token or the length limit.
 
@@ -87,12 +87,14 @@ def decode(
     """
     check(len(prompt) > 0, "the prompt is empty; it needs at least one token")
     check(max_new_tokens >= 1, f"max_new_tokens must be positive, got {max_new_tokens}")
-    reads = drafter.shape.reads if drafter is not None else Reads()
+    feature_spec = drafter.shape.feature_spec if drafter is not None else FeatureSpec()
     device, stops = target.device, set(target.spec.stop_ids)
-    chance = chance or Chance(rule.seed)
+    rng = rng or SampleRng(rule.seed)
     cache = target.new_cache()
-    output = target.read(torch.tensor([list(prompt)], device=device), cache=cache, reads=reads, logits=slice(-1, None))
-    [anchor] = rule.judge([], None, output.logits[0], chance)
+    output = target.read(
+        torch.tensor([list(prompt)], device=device), cache=cache, feature_spec=feature_spec, logits=slice(-1, None)
+    )
+    [anchor] = rule.verify([], None, output.logits[0], rng)
     origin, left = len(prompt), max_new_tokens - 1  # position of the anchor; tokens that may still be emitted
     yield Emission([anchor], None)
     if anchor in stops or not left:
@@ -103,16 +105,19 @@ def decode(
         state = drafter.begin(Context(tokens, output.features), torch.tensor([[origin]], device=device))
     while True:
         clock = Clock(device)
-        draft = draft_round(drafter, gate, rule, chance, state, anchor, left, stops, clock)
+        draft = draft_round(drafter, gate, rule, rng, state, anchor, left, stops, clock)
         state = draft.state
         output = target.read(
-            torch.tensor([[anchor, *draft.tokens]], device=device), cache=cache, reads=reads, logits=slice(None)
+            torch.tensor([[anchor, *draft.tokens]], device=device),
+            cache=cache,
+            feature_spec=feature_spec,
+            logits=slice(None),
         )
         proposed = None if draft.proposed is None else over_target(draft.proposed, drafter, output.logits.shape[-1])
-        said = rule.judge(draft.tokens, proposed, output.logits[0], chance)
-        accepted = len(said) - 1
+        verified = rule.verify(draft.tokens, proposed, output.logits[0], rng)
+        accepted = len(verified) - 1
         clock.charge("verify")
-        emitted = clip(said, stops, left)
+        emitted = clip(verified, stops, left)
         left -= len(emitted)
         over = emitted[-1] in stops or not left
         if not over:
@@ -133,8 +138,8 @@ def decode(
 def draft_round(
     drafter: Drafter | None,
     gate: Gate,
-    rule: Rule,
-    chance: Chance,
+    rule: AcceptanceRule,
+    rng: SampleRng,
     state: DraftState | None,
     anchor: int,
     left: int,
@@ -146,7 +151,7 @@ def draft_round(
     proposed: list[Tensor] = []
     scores: list[float] = []
     while drafter is not None:
-        stage = draft_stage(drafter, rule, chance, state, anchor)
+        stage = draft_stage(drafter, rule, rng, state, anchor)
         drafted += stage.tokens
         proposed += stage.proposed
         state, anchor = stage.state, stage.tokens[-1]
@@ -161,14 +166,14 @@ def draft_round(
     return Draft(drafted, torch.cat(proposed) if proposed else None, scores, state)
 
 
-def draft_stage(drafter: Drafter, rule: Rule, chance: Chance, state: DraftState, anchor: int) -> Drafted:
+def draft_stage(drafter: Drafter, rule: AcceptanceRule, rng: SampleRng, state: DraftState, anchor: int) -> Drafted:
     """One stage of the rule's choices after `anchor`."""
     ids: list[Tensor] = []
     seen: list[Tensor] = []
     proposed: list[Tensor] = []
 
     def pick(logits: Tensor) -> Tensor:
-        chosen, probabilities = rule.propose(logits, chance)
+        chosen, probabilities = rule.propose(logits, rng)
         ids.append(chosen.flatten())
         seen.append(logits.flatten(0, -2))  # rows of one slot, or of all
         if probabilities is not None:
@@ -177,7 +182,7 @@ def draft_stage(drafter: Drafter, rule: Rule, chance: Chance, state: DraftState,
 
     anchors = torch.tensor([[anchor]], device=state.origin.device)
     stage = drafter.stage(state, anchors, lambda step, hidden: pick(drafter.logits(hidden)))
-    tokens = drafter.speak(stage, anchors, pick)
+    tokens = drafter.draft_tokens(stage, anchors, pick)
     return Drafted(tokens[0, 0].tolist(), torch.cat(ids), torch.cat(seen), proposed, stage.state)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dloop_train.config import check
 from dloop_train.decoding.gates import Gate, log_probability
-from dloop_train.drafters.base import Drafter, take
+from dloop_train.drafters.base import Drafter, select_branches
 from dloop_train.targets.head import most_likely
 from dloop_train.targets.target import Target
 from dloop_train.types import Context, DraftState, Round
@@ -62,7 +62,7 @@ def replay(
     assert len(beyond) >= ahead
     known = [*response, *beyond[:ahead]]
     text = torch.tensor([[*prompt, *response]], device=device)
-    features = target.read(text, reads=drafter.shape.reads).features
+    features = target.read(text, feature_spec=drafter.shape.feature_spec).features
     context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
     kv, projected = drafter.context_kv(context)
     truth = following(known, len(response), deepest * drafter.k).to(device)
@@ -134,7 +134,7 @@ def draft_all(
             on = (sure | right).nonzero()[:, 0]
             if len(on) == 0:
                 break
-            going, state, anchors = going[on], take(state, on), anchors[:, on]
+            going, state, anchors = going[on], select_branches(state, on), anchors[:, on]
         logprobs: list[Tensor] = []
 
         def likeliest(logits: Tensor, logprobs=logprobs) -> Tensor:
@@ -143,7 +143,7 @@ def draft_all(
             return drafter.token_ids(ids)
 
         stage = drafter.stage(state, anchors, lambda step, hidden, pick=likeliest: pick(drafter.logits(hidden)))
-        chosen = drafter.speak(stage, anchors, likeliest)
+        chosen = drafter.draft_tokens(stage, anchors, likeliest)
         scores[going, number] = sum(logprob.reshape(*anchors.shape, -1).sum(-1) for logprob in logprobs)[0]
         tokens[going, number * k : (number + 1) * k] = chosen[0]
         state, anchors = stage.state, chosen[..., -1]

@@ -12,7 +12,7 @@ from dloop_train.config import check
 from dloop_train.targets.head import most_likely
 
 
-class Chance:
+class SampleRng:
     """Random decisions of one response: the same for the same seed and identity, whatever else runs, on every device."""
 
     def __init__(self, seed: int = 0, identity: str = ""):
@@ -34,7 +34,7 @@ class Chance:
 
 
 @dataclass(kw_only=True)
-class Rule:
+class AcceptanceRule:
     """How the target judges a draft. At temperature 0 every rule is greedy: the target's own most likely token, or none."""
 
     temperature: float = 0.0
@@ -68,14 +68,14 @@ class Rule:
             "draft_temperature": self.drafts_at,
         }
 
-    def propose(self, logits: Tensor, chance: Chance) -> tuple[Tensor, Tensor | None]:
+    def propose(self, logits: Tensor, rng: SampleRng) -> tuple[Tensor, Tensor | None]:
         """Drafted ids of the draft vocabulary [...] and the distributions that they were drawn from [..., V]; None where nothing was drawn."""
         if self.drafts_at == 0:
             return most_likely(logits), None
         probabilities = distribution(logits, self.drafts_at)
-        return chance.draw(probabilities), probabilities
+        return rng.draw(probabilities), probabilities
 
-    def judge(self, drafted: Sequence[int], proposed: Tensor | None, logits: Tensor, chance: Chance) -> list[int]:
+    def verify(self, drafted: Sequence[int], proposed: Tensor | None, logits: Tensor, rng: SampleRng) -> list[int]:
         """The drafted tokens that the target accepts, then one of its own.
 
         logits [n + 1, V] are the target's, row i those of the token after the first i drafted ones. proposed [n, V] are the distributions
@@ -83,21 +83,21 @@ class Rule:
         """
         if self.temperature == 0:
             return confirmed(drafted, most_likely(logits).tolist())
-        return self.judge_sampled(drafted, proposed, distribution(logits, self.temperature), chance)
+        return self.verify_sampled(drafted, proposed, distribution(logits, self.temperature), rng)
 
-    def judge_sampled(
-        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance
+    def verify_sampled(
+        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, rng: SampleRng
     ) -> list[int]:
         """`judge` above temperature 0; target [n + 1, V] are the target's distributions."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
-class Rejection(Rule):
+class Rejection(AcceptanceRule):
     """Accept a drafted token x with probability min(1, p(x) / q(x)); instead of the first rejected one, draw from what p has over q."""
 
-    def judge_sampled(
-        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance
+    def verify_sampled(
+        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, rng: SampleRng
     ) -> list[int]:
         if proposed is None:
             proposed = F.one_hot(torch.tensor(drafted, dtype=torch.int64, device=target.device), target.shape[-1]).to(
@@ -105,25 +105,25 @@ class Rejection(Rule):
             )
         accepted = 0
         for ratio in acceptance(target[:-1], proposed, drafted):
-            if not chance.flip(ratio):
-                return [*drafted[:accepted], int(chance.draw(residual(target[accepted], proposed[accepted])))]
+            if not rng.flip(ratio):
+                return [*drafted[:accepted], int(rng.draw(residual(target[accepted], proposed[accepted])))]
             accepted += 1
-        return [*drafted, int(chance.draw(target[-1]))]
+        return [*drafted, int(rng.draw(target[-1]))]
 
 
 @dataclass(kw_only=True)
-class Match(Rule):
+class Match(AcceptanceRule):
     """Draw the target's own token at every position, and accept the drafted one while the two are equal."""
 
-    def judge_sampled(
-        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, chance: Chance
+    def verify_sampled(
+        self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, rng: SampleRng
     ) -> list[int]:
-        said: list[int] = []
+        drawn: list[int] = []
         for row in target:
-            said.append(int(chance.draw(row)))
-            if said != drafted[: len(said)]:
+            drawn.append(int(rng.draw(row)))
+            if drawn != drafted[: len(drawn)]:
                 break
-        return said
+        return drawn
 
 
 GREEDY = Rejection()

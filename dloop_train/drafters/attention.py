@@ -24,28 +24,28 @@ def visible(row: Tensor, first: Tensor, origin: Tensor, at: Tensor | None, windo
     return seen if window is None else seen & (at - row < window)
 
 
-class Sight:
+class ContextMask:
     """What branches [B, N] see of the context: rows from `first`, where their document begins, to the one before `origin`.
 
     Masks are made once, for all layers and, where no window moves with the queries, for all stages.
     """
 
-    def __init__(self, origin: Tensor, first: Tensor, whole: "Sight | None" = None):
+    def __init__(self, origin: Tensor, first: Tensor, whole: "ContextMask | None" = None):
         self.origin, self.first, self.whole = origin, first, whole
         self.made: dict[Hashable, Any] = {}
 
-    def take(self, branches: int | Tensor) -> "Sight":
+    def select_branches(self, branches: int | Tensor) -> "ContextMask":
         """So many branches from the first on, whose masks are cut from those of all; or those of an index."""
         if isinstance(branches, int):
-            return Sight(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
-        return Sight(self.origin[:, branches], self.first[:, branches])
+            return ContextMask(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
+        return ContextMask(self.origin[:, branches], self.first[:, branches])
 
     def once(self, key: Hashable, make) -> Any:
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
-    def at(self, ahead: Sequence[int]) -> Tensor:
+    def gather_at(self, ahead: Sequence[int]) -> Tensor:
         """Rows of queries that stand so far ahead of the origin. [B, N, Q]"""
         return self.origin[..., None] + torch.tensor(ahead, device=self.origin.device)
 
@@ -56,7 +56,7 @@ class Sight:
             lambda: tuple(torch.stack([self.first.amin(0), self.origin.amin(0), self.origin.amax(0)]).tolist()),
         )
 
-    def parts(self, ahead: Sequence[int], window: int | None) -> "list[Part]":
+    def parts(self, ahead: Sequence[int], window: int | None) -> "list[MaskTile]":
         """The branches in groups, each with the rows that it looks at and a dense mask on them."""
         return self.once(
             ("parts", len(ahead), window and (window, tuple(ahead))), lambda: list(self.make_parts(ahead, window))
@@ -64,7 +64,7 @@ class Sight:
 
     def make_parts(self, ahead: Sequence[int], window: int | None):
         first, lowest, highest = self.bounds()
-        at = None if window is None else self.at(ahead)[..., None]  # [B, N, Q, 1]
+        at = None if window is None else self.query_rows(ahead)[..., None]  # [B, N, Q, 1]
         together = max(1, QUERIES // len(ahead))
         for start in range(0, len(first), together):
             branches = slice(start, start + together)
@@ -81,7 +81,7 @@ class Sight:
                 None if at is None else at[:, branches],
                 window,
             )
-            yield Part(branches, rows, ~seen)
+            yield MaskTile(branches, rows, ~seen)
 
     def blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
         """The same rule as FlexAttention's block mask over [N * repeats * Q] queries, made for all branches and cut for those that are left."""
@@ -97,7 +97,7 @@ class Sight:
         )
 
     def make_blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
-        first, origin, at, slots = self.first, self.origin, self.at(ahead), len(ahead)
+        first, origin, at, slots = self.first, self.origin, self.query_rows(ahead), len(ahead)
 
         def seen(batch, head, query, row):
             branch = query // (repeats * slots)
@@ -120,7 +120,7 @@ def first_queries(mask, queries: int):
 
 
 @dataclass(frozen=True)
-class Part:
+class MaskTile:
     """Branches that look at the context together."""
 
     branches: slice
@@ -132,7 +132,7 @@ def loop_attention(
     queries: Tensor,
     context: KV,
     own: KV | None,
-    sight: Sight,
+    context_mask: ContextMask,
     scale: float,
     *,
     window: int | None = None,
@@ -150,12 +150,12 @@ def loop_attention(
     ahead = [-1] * slots if own is None else list(range(count - slots, count))
     hidden = own_hidden(slots, count, window, causal, queries.device)
     if (batch, branches) == (1, 1):
-        return single_branch(queries, context, own, sight, ahead, hidden, scale, window)
+        return single_branch(queries, context, own, context_mask, ahead, hidden, scale, window)
     # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
     to_context = context_in_blocks if has_kernel(queries) else context_in_parts
     mixed, log_sum = to_context(
-        grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), sight, ahead, scale, window
+        grouped, context.keys.transpose(1, 2), context.values.transpose(1, 2), context_mask, ahead, scale, window
     )
     if own is not None:
         mixed = add_own(mixed, log_sum, grouped, own, hidden, scale)
@@ -202,19 +202,31 @@ def has_kernel(queries: Tensor) -> bool:
 
 
 def context_in_parts(
-    queries: Tensor, keys: Tensor, values: Tensor, sight: Sight, ahead: Sequence[int], scale: float, window: int | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    context_mask: ContextMask,
+    ahead: Sequence[int],
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """With dense masks, group of branches by group."""
-    return _ContextAttention.apply(queries, keys, values, sight.parts(ahead, window), scale)
+    return _ContextAttention.apply(queries, keys, values, context_mask.parts(ahead, window), scale)
 
 
 def context_in_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, sight: Sight, ahead: Sequence[int], scale: float, window: int | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    context_mask: ContextMask,
+    ahead: Sequence[int],
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """With FlexAttention, which leaves out blocks that nobody sees; compiled on a CUDA device."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    mask = sight.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
+    mask = context_mask.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
     mixed, extra = flex(queries.is_cuda).attention(
         queries.flatten(2, 3),
         keys,
@@ -320,7 +332,7 @@ class _ContextAttention(torch.autograd.Function):
         return to_queries, to_keys.to(keys.dtype), to_values.to(values.dtype), None, None
 
 
-def scores_of(queries: Tensor, keys: Tensor, part: Part, scale: float) -> Tensor:
+def scores_of(queries: Tensor, keys: Tensor, part: MaskTile, scale: float) -> Tensor:
     """Scaled scores of a group's queries in at least fp32, minus infinity where they may not look. [B, G, n r, R]"""
     flat = queries[:, :, part.branches].flatten(2, 3)
     scores = (
@@ -337,14 +349,14 @@ def single_branch(
     queries: Tensor,
     context: KV,
     own: KV | None,
-    sight: Sight,
+    context_mask: ContextMask,
     ahead: Sequence[int],
     hidden: Tensor | None,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """Decoding's case: one branch, of whose context nothing behind the origin is looked at."""
-    (first,), (origin,), _ = sight.bounds()
+    (first,), (origin,), _ = context_mask.bounds()
     if window is not None:
         first = max(first, origin + min(ahead) - window + 1)
     keys, values = (
@@ -356,7 +368,9 @@ def single_branch(
         mask = torch.ones(len(ahead), keys.shape[1], dtype=torch.bool, device=queries.device)
         seen = max(origin - first, 0)
         rows = torch.arange(first, first + seen, device=queries.device)
-        mask[:, :seen] = visible(rows, sight.first[0], sight.origin[0], sight.at(ahead)[0, 0, :, None], window)
+        mask[:, :seen] = visible(
+            rows, context_mask.first[0], context_mask.origin[0], context_mask.query_rows(ahead)[0, 0, :, None], window
+        )
         if hidden is not None:
             mask[:, seen:] = ~hidden
     mixed = F.scaled_dot_product_attention(

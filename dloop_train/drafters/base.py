@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from dloop_train.config import check
-from dloop_train.drafters.attention import Sight
-from dloop_train.drafters.layers import Places, norm_of
+from dloop_train.drafters.attention import ContextMask
+from dloop_train.drafters.layers import RotaryPositions, norm_of
 from dloop_train.drafters.sizes import LayerSizes
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
-from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Reads, StageLoss, TargetSpec
+from dloop_train.types import KV, Context, DraftStage, DraftState, FeatureSpec, Labels, StageLoss, TargetSpec
 
 Choose = Callable[[int, Tensor], Tensor]
 """choose(step, hidden [B, N, D]) -> tokens [B, N]: what a chain feeds to its next pass."""
@@ -61,15 +61,15 @@ class DrafterShape:
         return self.layers[0].hidden_size
 
     @property
-    def reads(self) -> Reads:
+    def feature_spec(self) -> FeatureSpec:
         """Which of the target's states the drafter reads."""
-        return Reads(taps=self.taps)
+        return FeatureSpec(taps=self.taps)
 
     def on(self, target: TargetSpec, taps: Sequence[int]) -> "DrafterShape":
         """The shape on a target, with what its file leaves to the target; `taps` are the caller's for files that name none."""
         return self
 
-    def facts_of(self, target: TargetSpec, taps: Sequence[int]) -> dict:
+    def expected_fields(self, target: TargetSpec, taps: Sequence[int]) -> dict:
         """What a checkpoint made for this target would hold, field by field."""
         facts = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "taps": tuple(taps)}
         if self.num_target_layers is not None:
@@ -160,9 +160,9 @@ class DrafterConfig:
             f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary keeps; leave it out",
         )
 
-    def reads(self, taps: list[int]) -> Reads:
+    def feature_spec(self, taps: list[int]) -> FeatureSpec:
         """Which of the target's states the drafter reads."""
-        return Reads(taps=tuple(taps))
+        return FeatureSpec(taps=tuple(taps))
 
     def shape(self, target: TargetSpec, taps: list[int]) -> DrafterShape:
         """The shape of a drafter from scratch."""
@@ -171,7 +171,7 @@ class DrafterConfig:
     def build(self, shape: DrafterShape, head: TargetHead | None) -> "Drafter":
         raise NotImplementedError
 
-    def looped(self, shape: DrafterShape) -> DrafterShape:
+    def with_loop_settings(self, shape: DrafterShape) -> DrafterShape:
         """A released checkpoint's shape as these settings loop it."""
         return shape
 
@@ -180,7 +180,9 @@ class DrafterConfig:
         if self.init == "scratch":
             return self.shape(target, taps)
         return (
-            self.looped(replace(self, init="scratch", **self.released).shape(target, taps)) if self.released else None
+            self.with_loop_settings(replace(self, init="scratch", **self.released).shape(target, taps))
+            if self.released
+            else None
         )
 
     def section(self) -> dict:
@@ -245,11 +247,11 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if shape.reduced else None)
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if shape.reduced else None)
         self.register_load_state_dict_post_hook(
-            lambda drafter, _: drafter.borrow(drafter.head)
+            lambda drafter, _: drafter.attach_head(drafter.head)
         )  # another vocabulary, other rows of the head
-        self.borrow(head)
+        self.attach_head(head)
 
-    def borrow(self, head: TargetHead | None) -> None:
+    def attach_head(self, head: TargetHead | None) -> None:
         """Use this head for embeddings and, of its lm_head the rows of the draft vocabulary, for logits."""
         object.__setattr__(self, "head", head)
         object.__setattr__(self, "_draft_head", None)
@@ -308,19 +310,19 @@ class Drafter(nn.Module):
         return DraftState(
             context=kv,
             own=None,
-            sight=Sight(origins - self.lag, first),
+            context_mask=ContextMask(origins - self.lag, first),
             origin=origins,
             first=first,
             position=origins - first,
             hidden=None,
         )
 
-    def places_of(self, context: Context) -> Places:
+    def places_of(self, context: Context) -> RotaryPositions:
         """Where context rows stand in their documents. [B or 1, T]"""
         rows = torch.arange(context.start, context.start + context.features.shape[1], device=context.features.device)[
             None
         ]
-        return Places(rows if context.first is None else rows - context.first)
+        return RotaryPositions(rows if context.first is None else rows - context.first)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of a stage to logits over the draft vocabulary. [..., D] -> [..., V]"""
@@ -337,7 +339,7 @@ class Drafter(nn.Module):
         )
         self.d2t.copy_(ids - torch.arange(len(ids)))
         self.t2d.zero_()[ids] = True
-        self.borrow(self.head)
+        self.attach_head(self.head)
 
     def kept_ids(self) -> Tensor | None:
         """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
@@ -365,7 +367,7 @@ class Drafter(nn.Module):
         whole = self.head.logits(teacher)
         return TeacherLogits(whole[:, self.kept_ids()], whole) if self.shape.reduced else TeacherLogits(whole)
 
-    def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
+    def draft_tokens(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
         """Choose the k tokens of a stage. [B, N, k]"""
         if stage.tokens is not None:
             return stage.tokens  # a chain has spoken on the way
@@ -418,7 +420,7 @@ def with_vocabulary(drafter: Drafter, settings: DrafterConfig, ids: Tensor) -> D
     return smaller
 
 
-def take(state: DraftState, branches: int | Tensor) -> DraftState:
+def select_branches(state: DraftState, branches: int | Tensor) -> DraftState:
     """So many branches from the start of the N axis, or those of an index [M]. Training sorts origins by depth, so that finished ones leave at the end."""
     number = branches if isinstance(branches, int) else len(branches)
     if number == state.origin.shape[1]:
@@ -428,7 +430,7 @@ def take(state: DraftState, branches: int | Tensor) -> DraftState:
     return replace(
         state,
         own=own,
-        sight=state.sight.take(branches),
+        context_mask=state.context_mask.select_branches(branches),
         origin=state.origin[:, chosen],
         first=state.first[:, chosen],
         position=state.position[:, chosen],

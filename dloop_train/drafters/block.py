@@ -18,7 +18,7 @@ from dloop_train.drafters.base import (
     frozen_work,
     linear_work,
 )
-from dloop_train.drafters.layers import DecoderLayer, Places, norm_of
+from dloop_train.drafters.layers import DecoderLayer, RotaryPositions, norm_of
 from dloop_train.drafters.sizes import LayerSizes, architecture_of, layers_for
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
@@ -57,8 +57,8 @@ class BlockShape(DrafterShape):
         most = self.width - 1 if self.alignment == "fill_in" else self.width
         return most if self.num_draft_tokens is None else min(self.num_draft_tokens, most)
 
-    def facts_of(self, target: TargetSpec, taps: Sequence[int]) -> dict:
-        return super().facts_of(target, taps) | {"mask_token_id": target.mask_token_id}
+    def expected_fields(self, target: TargetSpec, taps: Sequence[int]) -> dict:
+        return super().expected_fields(target, taps) | {"mask_token_id": target.mask_token_id}
 
 
 @dataclass(kw_only=True)
@@ -106,7 +106,7 @@ class BlockConfig(DrafterConfig):
         """Whether a drafter of a Gemma 4 target has Gemma 4's layers; the public layouts decide. All others have Qwen3's."""
         return False
 
-    def looped(self, shape: BlockShape) -> BlockShape:
+    def with_loop_settings(self, shape: BlockShape) -> BlockShape:
         return replace(shape, state=self.state, slot=self.slot, width=self.width or shape.width)
 
     def drafting(self, k: int) -> "BlockConfig":
@@ -190,7 +190,9 @@ class BlockDrafter(Drafter):
             rows = self.hidden_norm(rows)
         elif self.shape.state == "post_norm":
             rows = self.norm(rows)
-        places = Places(state.position[..., None] - self.k + torch.arange(self.k, device=rows.device))  # [B, N, k]
+        places = RotaryPositions(
+            state.position[..., None] - self.k + torch.arange(self.k, device=rows.device)
+        )  # [B, N, k]
         entries = tuple(layer.self_attn.project(rows, places) for layer in self.layers)
         return replace(state, own=append(state.own, entries, dim=2), hidden=None)
 
@@ -199,13 +201,13 @@ class BlockDrafter(Drafter):
         width = self.shape.width
         slots = torch.full((*anchors.shape, width), self.shape.mask_token_id, device=anchors.device)
         slots[..., 0] = anchors
-        places = Places(state.position[..., None] + torch.arange(width, device=anchors.device))  # [B, N, W]
+        places = RotaryPositions(state.position[..., None] + torch.arange(width, device=anchors.device))  # [B, N, W]
         rows = self.embed(slots)
         for index, layer in enumerate(self.layers):
             normed = layer.input_layernorm(rows)
             block = layer.self_attn.project(normed, places)
             own = block if state.own is None else append((state.own[index],), (block,), dim=2)[0]
-            rows = layer.finish(rows, layer.self_attn(normed, places, state.context[index], own, state.sight))
+            rows = layer.finish(rows, layer.self_attn(normed, places, state.context[index], own, state.context_mask))
         return DraftStage(rows, self.predicts, replace(state, position=state.position + self.k, hidden=rows))
 
     def start_head(self) -> None:

@@ -17,7 +17,7 @@ from dloop_train.drafters.base import (
     frozen_work,
     linear_work,
 )
-from dloop_train.drafters.layers import Places
+from dloop_train.drafters.layers import RotaryPositions
 from dloop_train.drafters.losses import by_slot, hits, only, row_losses, stage_loss
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, StageLoss
 
@@ -107,15 +107,15 @@ class ChainDrafter(Drafter):
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
         own, fed = state.own, state.hidden[:, :, -1]
-        tokens, said, chosen = anchors, [], []
+        tokens, hidden_states, chosen = anchors, [], []
         for step in range(self.k):
             hidden, own = self.advance(tokens, fed, step, state, own)
             fed = self.feedback(hidden)
-            said.append(hidden)
+            hidden_states.append(hidden)
             tokens = choose(step, hidden)
             chosen.append(tokens)
         after = replace(state, own=own, position=state.position + self.k, hidden=fed[:, :, None])
-        return DraftStage(torch.stack(said, dim=2), slice(None), after, tokens=torch.stack(chosen, dim=2))
+        return DraftStage(torch.stack(hidden_states, dim=2), slice(None), after, tokens=torch.stack(chosen, dim=2))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head_logits(self.norm(hidden))
@@ -184,10 +184,12 @@ class OwnKeysChain(ChainDrafter):
         self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None
     ) -> tuple[Tensor, tuple[KV, ...] | None]:
         layer = self.layers[0]
-        places = Places((state.position - 1 + step)[..., None])  # [B, N, 1]
+        places = RotaryPositions((state.position - 1 + step)[..., None])  # [B, N, 1]
         residual, row = (part[:, :, None] for part in self.inputs(tokens, fed))
         own = append(own, (layer.self_attn.project(row, places),), dim=2)
-        return layer.finish(residual, layer.self_attn(row, places, state.context[0], own[0], state.sight))[:, :, 0], own
+        return layer.finish(residual, layer.self_attn(row, places, state.context[0], own[0], state.context_mask))[
+            :, :, 0
+        ], own
 
     def flops(self) -> Flops:
         layer, attention = self.layers[0], self.layers[0].self_attn

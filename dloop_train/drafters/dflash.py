@@ -13,7 +13,7 @@ from dloop_train.targets.head import TargetHead
 from dloop_train.types import DraftStage, Labels, StageLoss
 
 FORMATS = {"fill_in": "zlab_dflash", "shifted": "deepspec_dflash"}
-LOSSES = {"ce": {"hard": 1.0}, "soft_ce": {"soft": 1.0}, "l1": {"apart": 2.0}}
+LOSSES = {"ce": {"hard": 1.0}, "soft_ce": {"soft": 1.0}, "l1": {"variation": 2.0}}
 """Weights of row_losses; total variation is half the L1 distance."""
 
 

@@ -52,14 +52,16 @@ class DominoConfig(BlockConfig):
         check(0 < self.base_until <= 1, f"drafter.base_until must be in (0, 1], got {self.base_until}")
         check(self.num_draft_tokens >= 0, f"drafter.num_draft_tokens must not be negative, got {self.num_draft_tokens}")
 
-    def looped(self, shape: DominoShape) -> DominoShape:
-        looped = super().looped(shape)
+    def with_loop_settings(self, shape: DominoShape) -> DominoShape:
+        looped = super().with_loop_settings(shape)
         most = replace(looped, num_draft_tokens=None).k
         check(
             self.num_draft_tokens <= most,
             f"drafter.num_draft_tokens is {self.num_draft_tokens}, a block of {looped.width} slots drafts at most {most}",
         )
-        return replace(super().looped(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens)
+        return replace(
+            super().with_loop_settings(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens
+        )
 
     def as_exported(self, section: dict) -> "DominoConfig":
         return replace(super().as_exported(section), num_draft_tokens=0)
@@ -100,8 +102,8 @@ class Domino(TokenHeadDrafter):
         )
 
     def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
-        heard = self.embed(before(anchors, tokens)).flatten(0, 1)  # [B N, k, D]
-        memories = self.prefix_gru(heard)[0].unflatten(0, anchors.shape)  # [B, N, k, M]
+        embedded = self.embed(before(anchors, tokens)).flatten(0, 1)  # [B N, k, D]
+        memories = self.prefix_gru(embedded)[0].unflatten(0, anchors.shape)  # [B, N, k, M]
         return F.silu(self.embed_proj[0](torch.cat([normed, memories], dim=-1))) * self.corrected.to(normed.dtype)
 
     def prepare(self, normed: Tensor) -> Tensor:
@@ -110,9 +112,9 @@ class Domino(TokenHeadDrafter):
 
     def start(self, anchors: Tensor) -> Tensor:
         nothing = self.norm.weight.new_zeros(*anchors.shape, self.shape.gru_hidden_dim)
-        return self.hear(nothing, anchors)
+        return self.update_memory(nothing, anchors)
 
-    def hear(self, memory: Tensor, tokens: Tensor) -> Tensor:
+    def update_memory(self, memory: Tensor, tokens: Tensor) -> Tensor:
         _, after = self.prefix_gru(self.embed(tokens).flatten(0, 1)[:, None], memory.flatten(0, 1)[None].contiguous())
         return after[0].unflatten(0, tokens.shape)
 
@@ -152,13 +154,13 @@ class Domino(TokenHeadDrafter):
         )
 
     def flops(self) -> Flops:
-        plain, heard, remembered = (
+        plain, embedded, remembered = (
             super().flops(),
             2 * self.prefix_gru.weight_ih_l0.numel(),
             2 * self.prefix_gru.weight_hh_l0.numel(),
         )
         # Embeddings, and the empty memory that the first slot starts from, have no gradient.
-        gru = self.k * Work(heard + remembered, heard + remembered) + (self.k - 1) * Work(0, remembered)
+        gru = self.k * Work(embedded + remembered, embedded + remembered) + (self.k - 1) * Work(0, remembered)
         return replace(
             plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2])
         )

@@ -145,7 +145,7 @@ class DSpark(TokenHeadDrafter):
         embedded = self.markov_head.markov_w1(anchors)
         return embedded, torch.zeros_like(embedded)
 
-    def hear(self, memory: tuple[Tensor, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def update_memory(self, memory: tuple[Tensor, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.markov_head.markov_w1(tokens), memory[1]
 
     def code(self, prepared: Tensor, slot: int, memory: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -203,7 +203,7 @@ class DSpark(TokenHeadDrafter):
         # The L1 distance is twice the total variation. Rows whose label or most likely token is outside a reduced vocabulary carry
         # neither of the two; the confidence learns from all rows, since decoding asks it everywhere.
         losses, distance = row_losses(
-            logits, places, target.kept, hard=self.settings.ce_weight, apart=2 * self.settings.l1_weight
+            logits, places, target.kept, hard=self.settings.ce_weight, variation=2 * self.settings.l1_weight
         )
         losses = only(losses, None if known is None else known & target.taught)
         if confidence is not None:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dloop_train.drafters.attention import Sight, loop_attention
+from dloop_train.drafters.attention import ContextMask, loop_attention
 from dloop_train.drafters.sizes import LayerSizes, Rope
 from dloop_train.types import KV
 
@@ -64,7 +64,7 @@ class Rotary(nn.Module):
         angles = positions[..., None, None].double() * self.frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def rotate(self, heads: Tensor, places: "Places") -> Tensor:
+    def rotate(self, heads: Tensor, places: "RotaryPositions") -> Tensor:
         """[..., H, E] at places [...]"""
         cos, sin = places.tables(self, heads.dtype)
         turned, still = heads[..., : self.turned], heads[..., self.turned :]
@@ -73,7 +73,7 @@ class Rotary(nn.Module):
         return torch.cat(parts if still.shape[-1] == 0 else [*parts, still], dim=-1)
 
 
-class Places:
+class RotaryPositions:
     """Positions [...] of rows, with the rotary tables that layers of one kind share."""
 
     def __init__(self, positions: Tensor):
@@ -125,7 +125,7 @@ class Attention(nn.Module):
             self.v_proj = None if sizes.keys_are_values else nn.Linear(width, self.groups * self.size, bias=bias)
             self.k_norm = norm_of(sizes, self.size) if parts.head_norms else nn.Identity()
 
-    def project(self, rows: Tensor, places: Places) -> KV:
+    def project(self, rows: Tensor, places: RotaryPositions) -> KV:
         """Keys and values of rows [..., width] at places [...]"""
         plain = self.k_proj(rows).unflatten(-1, (self.groups, self.size))
         values = plain if self.v_proj is None else self.v_proj(rows).unflatten(-1, (self.groups, self.size))
@@ -133,12 +133,14 @@ class Attention(nn.Module):
             values = unit_rms(values, self.eps).to(values.dtype)
         return KV(self.rotary.rotate(self.k_norm(plain), places), values)
 
-    def forward(self, rows: Tensor, places: Places, context: KV, own: KV | None, sight: Sight) -> Tensor:
+    def forward(
+        self, rows: Tensor, places: RotaryPositions, context: KV, own: KV | None, context_mask: ContextMask
+    ) -> Tensor:
         """Rows [B, N, Q, width] attend to what they see of the context and to `own` (which holds these rows too)."""
         projected = self.q_proj(rows).unflatten(-1, (self.heads, -1))
         queries, gate = projected.chunk(2, dim=-1) if self.gated else (projected, None)
         queries = self.rotary.rotate(self.q_norm(queries), places)
-        mixed = loop_attention(queries, context, own, sight, self.scale, window=self.window, causal=self.causal)
+        mixed = loop_attention(queries, context, own, context_mask, self.scale, window=self.window, causal=self.causal)
         return self.o_proj((mixed if gate is None else mixed * torch.sigmoid(gate)).flatten(-2))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dloop_train.ranks import most_over_ranks
+from dloop_train.ranks import max_over_ranks
 from dloop_train.targets.head import most_likely
 from dloop_train.types import Labels, StageLoss
 
@@ -64,7 +64,7 @@ def over_rows(
     """
     chunks = max(-(-len(rows[0]) // chunk), 1)
     if any(divided(weight) for weight in head_weights):
-        chunks = most_over_ranks(chunks)
+        chunks = max_over_ranks(chunks)
     trained = [tensor for tensor in (*rows, *head_weights) if tensor.requires_grad]
     if torch.is_grad_enabled() and trained and not any(divided(tensor) for tensor in trained):
         return _GradientInForward.apply(function, chunk, chunks, len(rows), *rows, *head_weights)
@@ -142,33 +142,33 @@ def hits(logits: Tensor, tokens: Tensor, known: Tensor | None = None) -> Tensor:
 
 
 class _RowLosses(torch.autograd.Function):
-    """hard x cross-entropy + soft x cross-entropy against the teacher + apart x total variation, in one pass over the rows.
+    """hard x cross-entropy + soft x cross-entropy against the teacher + variation x total variation, in one pass over the rows.
 
     The gradient is made in the forward, in place of the probabilities: with the logits and the teacher's, at most WIDE
     tensors of [R, V] are alive.
     """
 
     @staticmethod
-    def forward(ctx, logits, tokens, teacher, hard, soft, apart):
+    def forward(ctx, logits, tokens, teacher, hard, soft, variation):
         precise = torch.promote_types(logits.dtype, torch.float32)
-        said = torch.log_softmax(logits, dim=-1, dtype=precise)
-        meant = None if teacher is None else torch.softmax(teacher, dim=-1, dtype=precise)
-        losses, distance = said.new_zeros(len(said)), said.new_zeros(len(said))
+        student = torch.log_softmax(logits, dim=-1, dtype=precise)
+        teacher_probability = None if teacher is None else torch.softmax(teacher, dim=-1, dtype=precise)
+        losses, distance = student.new_zeros(len(student)), student.new_zeros(len(student))
         if hard:
-            losses -= hard * said.gather(1, tokens[:, None])[:, 0]
+            losses -= hard * student.gather(1, tokens[:, None])[:, 0]
         if soft:
-            losses -= soft * dot(said, meant)
-        said.exp_()
-        if apart:
-            sign = (said - meant).sign_()
-            ours = dot(sign, said)
-            distance = (ours - dot(sign, meant)) / 2
-            losses += apart * distance
-            gradient = sign.sub_(ours[:, None]).mul_(apart / 2).add_(hard + soft).mul_(said)
+            losses -= soft * dot(student, teacher_probability)
+        student.exp_()
+        if variation:
+            sign = (student - teacher_probability).sign_()
+            ours = dot(sign, student)
+            distance = (ours - dot(sign, teacher_probability)) / 2
+            losses += variation * distance
+            gradient = sign.sub_(ours[:, None]).mul_(variation / 2).add_(hard + soft).mul_(student)
         else:
-            gradient = said.mul_(hard + soft)
+            gradient = student.mul_(hard + soft)
         if soft:
-            gradient.sub_(meant, alpha=soft)
+            gradient.sub_(teacher_probability, alpha=soft)
         if hard:
             gradient.scatter_add_(1, tokens[:, None], gradient.new_full((len(gradient), 1), -hard))
         ctx.dtype = logits.dtype
@@ -193,14 +193,14 @@ def row_losses(
     *,
     hard: float = 0.0,
     soft: float = 0.0,
-    apart: float = 0.0,
+    variation: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """A mixture of hard cross-entropy, soft cross-entropy against the teacher's distribution and total variation; and the latter by itself.
 
     Total variation is half the L1 distance of the two distributions: how often rejection sampling would refuse. [R, V], [R],
     [R, V] -> [R] twice, in at least fp32; to be differentiated once.
     """
-    return _RowLosses.apply(logits, tokens, teacher, hard, soft, apart)
+    return _RowLosses.apply(logits, tokens, teacher, hard, soft, variation)
 
 
 def only(losses: Tensor, rows: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from dloop_train.drafters.layers import DecoderLayer, norm_of
 from dloop_train.drafters.sizes import layers_for
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
-from dloop_train.types import Reads, TargetSpec
+from dloop_train.types import FeatureSpec, TargetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class MTPShape(ChainShape):
     """An MTP module; its config.json is the target's own."""
 
     @property
-    def reads(self) -> Reads:
-        return Reads(last_hidden=True)
+    def feature_spec(self) -> FeatureSpec:
+        return FeatureSpec(last_hidden=True)
 
-    def facts_of(self, target: TargetSpec, taps) -> dict:
-        return super().facts_of(target, ())
+    def expected_fields(self, target: TargetSpec, taps) -> dict:
+        return super().expected_fields(target, ())
 
 
 @dataclass(kw_only=True)
@@ -43,8 +43,8 @@ class MTPConfig(ChainConfig):
         check(self.layers == 1, f"an MTP module has one layer, got drafter.layers={self.layers}")
         check(not self.taps, "mtp drafters read the target's last hidden state and no taps; leave drafter.taps out")
 
-    def reads(self, taps: list[int]) -> Reads:
-        return Reads(last_hidden=True)
+    def feature_spec(self, taps: list[int]) -> FeatureSpec:
+        return FeatureSpec(last_hidden=True)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> MTPShape:
         return MTPShape(

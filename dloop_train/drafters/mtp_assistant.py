@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from dloop_train.config import check
 from dloop_train.drafters.base import Flops, Work, linear_work
 from dloop_train.drafters.chain import ChainConfig, ChainDrafter, ChainShape
-from dloop_train.drafters.layers import DecoderLayer, Places
+from dloop_train.drafters.layers import DecoderLayer, RotaryPositions
 from dloop_train.drafters.sizes import FULL, SLIDING, LayerSizes, Rope, read_rope
 from dloop_train.targets.head import TargetHead
 from dloop_train.targets.target import Target
-from dloop_train.types import KV, Context, DraftState, Reads, SharedKV, TargetSpec
+from dloop_train.types import KV, Context, DraftState, FeatureSpec, SharedKV, TargetSpec
 
 POSITIONS = ("last_kv", "bonus")
 
@@ -22,8 +22,8 @@ class AssistantShape(ChainShape):
     """An assistant checkpoint."""
 
     @property
-    def reads(self) -> Reads:
-        return Reads(shared_kv=True, last_hidden=True)
+    def feature_spec(self) -> FeatureSpec:
+        return FeatureSpec(shared_kv=True, last_hidden=True)
 
     @property
     def readers(self) -> tuple[LayerSizes, LayerSizes]:
@@ -42,12 +42,12 @@ class AssistantShape(ChainShape):
         """Rotary positions of those keys: queries must turn as the target's keys have turned."""
         return tuple(layer.rope for layer in self.readers)
 
-    def facts_of(self, target: TargetSpec, taps) -> dict:
+    def expected_fields(self, target: TargetSpec, taps) -> dict:
         lent = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)
         turned = tuple(
             read_rope(target.text_config, FULL if shared.window is None else SLIDING) for shared in target.shared_kv
         )
-        return super().facts_of(target, ()) | {"shared_kv": lent, "ropes": turned}
+        return super().expected_fields(target, ()) | {"shared_kv": lent, "ropes": turned}
 
 
 @dataclass(kw_only=True)
@@ -81,8 +81,8 @@ class AssistantConfig(ChainConfig):
             "mtp_assistant drafters read the target's keys and values and no taps; leave drafter.taps out",
         )
 
-    def reads(self, taps: list[int]) -> Reads:
-        return Reads(shared_kv=True, last_hidden=True)
+    def feature_spec(self, taps: list[int]) -> FeatureSpec:
+        return FeatureSpec(shared_kv=True, last_hidden=True)
 
     def section(self) -> dict:
         return {"draft_position": self.draft_position}
@@ -198,10 +198,12 @@ class Assistant(ChainDrafter):
     ) -> tuple[Tensor, None]:
         rows = self.pre_projection(torch.cat([self.embed(tokens), fed], dim=-1))[:, :, None]
         start = state.origin - state.first
-        places = Places((start - 1 if self.position == "last_kv" else start)[..., None])  # [B, N, 1]
+        places = RotaryPositions((start - 1 if self.position == "last_kv" else start)[..., None])  # [B, N, 1]
         for layer, sizes in zip(self.layers, self.shape.layers, strict=True):
             lent = state.context[1 if sizes.window is None else 0]
-            rows = layer.finish(rows, layer.self_attn(layer.input_layernorm(rows), places, lent, None, state.sight))
+            rows = layer.finish(
+                rows, layer.self_attn(layer.input_layernorm(rows), places, lent, None, state.context_mask)
+            )
         return rows[:, :, 0], None
 
     def feedback(self, hidden: Tensor) -> Tensor:

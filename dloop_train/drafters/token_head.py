@@ -38,7 +38,7 @@ class TokenHeadDrafter(BlockDrafter):
         """The code of one slot [B, N, r], and the memory once the head has seen this slot."""
         raise NotImplementedError
 
-    def hear(self, memory: Any, tokens: Tensor) -> Any:
+    def update_memory(self, memory: Any, tokens: Tensor) -> Any:
         """The memory behind one more token [B, N]."""
         raise NotImplementedError
 
@@ -56,14 +56,14 @@ class TokenHeadDrafter(BlockDrafter):
         """The drafted slots as the lm_head reads them. [B, N, k, D]"""
         return self.norm(stage.hidden[:, :, stage.predicts])
 
-    def speak(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
+    def draft_tokens(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
         normed = self.normed(stage)
-        base, prepared, memory, said = self.draft_head.logits(normed), self.prepare(normed), self.start(anchors), []
+        base, prepared, memory, tokens = self.draft_head.logits(normed), self.prepare(normed), self.start(anchors), []
         for slot in range(self.k):
             code, memory = self.code(prepared, slot, memory)
-            said.append(pick(base[:, :, slot] if slot < self.uncorrected else base[:, :, slot] + self.expand(code)))
-            memory = self.hear(memory, said[-1])
-        return torch.stack(said, dim=2)
+            tokens.append(pick(base[:, :, slot] if slot < self.uncorrected else base[:, :, slot] + self.expand(code)))
+            memory = self.update_memory(memory, tokens[-1])
+        return torch.stack(tokens, dim=2)
 
     def rescore(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor:
         normed = self.normed(stage)

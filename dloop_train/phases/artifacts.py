@@ -8,7 +8,7 @@ from dloop_train.config import Config
 from dloop_train.data.responses import Response, Rows, read_responses
 from dloop_train.runs import Artifact
 from dloop_train.targets.responders import Remote
-from dloop_train.types import Reads
+from dloop_train.types import FeatureSpec
 
 
 def target_settings(config: Config) -> dict:
@@ -60,7 +60,7 @@ def greedy_responses(config: Config, split: str) -> Rows[Response]:
 
 
 def features(config: Config) -> Artifact:
-    wanted = reads(config)
+    wanted = feature_spec(config)
     others = {name: True for name in ("shared_kv", "last_hidden") if getattr(wanted, name)}
     if config.features.source == "online":
         others["source"] = "online"  # never on disk: other sums in bf16 than a store's, so another training
@@ -76,9 +76,9 @@ def features(config: Config) -> Artifact:
     )
 
 
-def reads(config: Config) -> Reads:
+def feature_spec(config: Config) -> FeatureSpec:
     """The target's states that this run's drafter reads."""
-    return config.drafter.reads(taps(config))
+    return config.drafter.feature_spec(taps(config))
 
 
 def taps(config: Config) -> list[int]:

@@ -9,14 +9,14 @@ from dloop_train.data.batches import Source
 from dloop_train.data.online import OnlineSource, read_samples, text_of
 from dloop_train.data.responses import Response, Rows, read_responses
 from dloop_train.data.store import FeatureStore, Index, plan_shards, shard_file, stored, write_index, write_shard
-from dloop_train.launch import apart, start_ranks
+from dloop_train.launch import in_separate_ranks, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
 from dloop_train.ranks import initialise_distributed, say
 from dloop_train.runs import require_same, write_atomic
 from dloop_train.targets.sources import as_dtype, load_spec, load_target
 from dloop_train.targets.target import require_taps
-from dloop_train.types import Reads, TargetSpec
+from dloop_train.types import FeatureSpec, TargetSpec
 
 
 def run(config: Config) -> None:
@@ -27,7 +27,7 @@ def run(config: Config) -> None:
     if artifact.complete:
         say(f"cache: done before, {artifact.folder}")
         return
-    require_taps(artifacts.reads(config).taps, load_spec(config.target))
+    require_taps(artifacts.feature_spec(config).taps, load_spec(config.target))
     artifacts.responses(config).facts()
     folder = artifact.begin()
     plan, planned = folder / "plan.json", {"shard_bytes": config.cache.shard_bytes}
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
         require_same(json.loads(plan.read_text()), planned, plan)
     write_atomic(plan, json.dumps(planned))
     index = index_of(config, responses_of(config))
-    if apart(config) and missing(shard_files(folder, index)):
+    if in_separate_ranks(config) and missing(shard_files(folder, index)):
         start_ranks(config, "cache")
     make_shards(config, folder)
     artifact.finish(tokens=int(index.length.sum()), **write_index(folder, index))
@@ -50,7 +50,7 @@ def rank_main(config: Config) -> None:
 
 def make_shards(config: Config, folder: Path) -> None:
     responses = responses_of(config)
-    index, reads, cache = index_of(config, responses), artifacts.reads(config), config.cache
+    index, feature_spec, cache = index_of(config, responses), artifacts.feature_spec(config), config.cache
     files = shard_files(folder, index)
     target = load_target(config.target) if here(missing(files)) else None
 
@@ -59,7 +59,7 @@ def make_shards(config: Config, folder: Path) -> None:
         read = {
             sample.id: replace(sample, features=sample.features.cpu(), last_hidden=sample.last_hidden.cpu())
             for sample in read_samples(
-                target, texts, reads, dtype=as_dtype(cache.dtype), batch_tokens=cache.batch_tokens
+                target, texts, feature_spec, dtype=as_dtype(cache.dtype), batch_tokens=cache.batch_tokens
             )
         }
         write_shard(folder, number, [read[text.id] for text in texts])
@@ -79,7 +79,7 @@ def responses_of(config: Config) -> Rows[Response]:
 
 
 def index_of(config: Config, responses: Rows[Response]) -> Index:
-    bytes_of_row = row_bytes(load_spec(config.target), artifacts.reads(config), config.cache.dtype)
+    bytes_of_row = row_bytes(load_spec(config.target), artifacts.feature_spec(config), config.cache.dtype)
     return plan_shards(
         responses.lengths.clip(max=config.train.max_length).tolist(), bytes_of_row, config.cache.shard_bytes
     )
@@ -89,9 +89,9 @@ def shard_files(folder: Path, index: Index) -> list[Path]:
     return [shard_file(folder, number) for number in range(index.num_shards)]
 
 
-def row_bytes(spec: TargetSpec, reads: Reads, dtype: str) -> int:
+def row_bytes(spec: TargetSpec, feature_spec: FeatureSpec, dtype: str) -> int:
     """Bytes of one token in the store: features, last hidden state (once), id and mask."""
-    return (stored(reads).width(spec) + spec.hidden_size) * as_dtype(dtype).itemsize + 5
+    return (stored(feature_spec).width(spec) + spec.hidden_size) * as_dtype(dtype).itemsize + 5
 
 
 # What a training reads
@@ -107,15 +107,17 @@ def require_source(config: Config) -> None:
 def training_source(config: Config) -> Source:
     """The features of a training: from the store, or from a target of this rank's own."""
     require_source(config)
-    reads = artifacts.reads(config)
+    feature_spec = artifacts.feature_spec(config)
     if config.features.source == "online":
         return OnlineSource(
             responses_of(config),
             load_target(config.target),
-            reads,
+            feature_spec,
             dtype=as_dtype(config.cache.dtype),
             max_length=config.train.max_length,
             batch_tokens=config.cache.batch_tokens,
         )
     artifact = artifacts.features(config)
-    return FeatureStore(artifact.folder, artifact.facts(), max_length=config.train.max_length, reads=reads)
+    return FeatureStore(
+        artifact.folder, artifact.facts(), max_length=config.train.max_length, feature_spec=feature_spec
+    )

@@ -17,10 +17,10 @@ from dloop_train.decoding.gates import DLoop, Gate, Never
 from dloop_train.decoding.loop import decode
 from dloop_train.decoding.partings import parting_gap
 from dloop_train.decoding.replay import Replay, walk_gate
-from dloop_train.decoding.rules import Chance, Rule
+from dloop_train.decoding.rules import AcceptanceRule, SampleRng
 from dloop_train.decoding.timing import disturbed
 from dloop_train.drafters.base import Drafter
-from dloop_train.launch import outside, start_ranks
+from dloop_train.launch import outside_allocation, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.replaying import Beyond, candidates, fastest, replay_all, replayable, simulated, sweep
 from dloop_train.phases.validation import chosen_threshold
@@ -60,7 +60,7 @@ class Setting:
         """A drafter with so many tokens per stage is one of its own."""
         return self.drafter, self.k
 
-    def row(self, k: int, rule: Rule) -> dict:
+    def row(self, k: int, rule: AcceptanceRule) -> dict:
         gated = not isinstance(self.gate, Never)
         return {
             "label": self.label,
@@ -86,7 +86,7 @@ def run(config: Config) -> None:
     if (folder / "settings.json").is_file():
         say(f"evaluate: done before, {folder}")
         return
-    if outside(config.launch):
+    if outside_allocation(config.launch):
         start_ranks(config, "evaluate", alone=True)
         return
     Evaluation(config, folder, folders, greedy_test_responses(config)).run()
@@ -167,7 +167,7 @@ def gate_for(config: Config, label: str, folder: Path) -> Gate:
         threshold = chosen_threshold(artifacts.run_folder(config), 0)
     else:
         threshold = read_config(folder).get(SECTION, {}).get("threshold")
-    return config.gate.at(config.gate.paper_threshold if threshold is None else threshold)
+    return config.gate.with_threshold(config.gate.paper_threshold if threshold is None else threshold)
 
 
 def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path]) -> None:
@@ -305,7 +305,9 @@ class Evaluation:
     def gates(self) -> dict[str, Gate]:
         """The gate of every drafter, by label. The run's own were validated in training; those of evaluate.extra are validated here."""
         found = {label: gate_for(self.config, label, folder) for label, folder in self.folders.items()}
-        return found | {label: self.config.gate.at(threshold) for label, threshold in self.extra_thresholds().items()}
+        return found | {
+            label: self.config.gate.with_threshold(threshold) for label, threshold in self.extra_thresholds().items()
+        }
 
     def extra_thresholds(self) -> dict[str, float]:
         """What replay on the validation responses predicts to be fastest for each drafter of evaluate.extra; empty where thresholds are given."""
@@ -435,7 +437,7 @@ def decode_one(
             response.prompt_ids,
             max_new_tokens=config.evaluate.max_new_tokens,
             rule=config.rule,
-            chance=Chance(config.rule.seed, response.id),
+            rng=SampleRng(config.rule.seed, response.id),
         )
     )
     text = [token for emission in emissions for token in emission.tokens]
@@ -477,7 +479,7 @@ def plain_rows(responses: list[Response], costs: Costs) -> list[dict]:
     ]
 
 
-def compared(rule: Rule, target: Target, response: Response, plain: list[int], text: list[int]) -> dict:
+def compared(rule: AcceptanceRule, target: Target, response: Response, plain: list[int], text: list[int]) -> dict:
     """A text beside plain decoding's. Sampled ones differ by right, so they are not compared."""
     if rule.temperature:
         return {"same_text": None, "parting_gap": None}

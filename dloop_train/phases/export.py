@@ -59,7 +59,7 @@ def gate_of(config: Config, step: int) -> Gate:
         f"gate.threshold=replay takes the choice of validation, and {folder / 'validation.jsonl'} has none at step {step}; "
         f"set gate.threshold={config.gate.paper_threshold:g}, or export a checkpoint that was validated",
     )
-    return config.gate.at(threshold)
+    return config.gate.with_threshold(threshold)
 
 
 def depth_exposure_of(config: Config, step: int) -> int:

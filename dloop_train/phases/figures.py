@@ -141,7 +141,7 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
             )
             axes.margins(x=0.12, y=0.25)
         grid[0, number].set_title(drafter, color=colour[drafter])
-        ticks = apart(thresholds, 0.08 * len(replay))
+        ticks = spaced_out(thresholds, 0.08 * len(replay))
         grid[1, number].set_xticks(ticks, [f"{threshold:g}" for threshold in ticks])
     figure.supxlabel("gate threshold g (log-probability)", fontsize=10)
     grid[0, 0].set_ylabel("predicted tokens/s")
@@ -349,7 +349,7 @@ def depth_shares(rows: list[dict], key: str, shown: list[int]) -> list[float]:
     return [100 * sum(row[key] for row in rows if min(row["stages"], DEEPEST) == depth) / total for depth in shown]
 
 
-def apart(ticks: Sequence[float], share: float = 0.12) -> list[float]:
+def spaced_out(ticks: Sequence[float], share: float = 0.12) -> list[float]:
     """The ticks without those that would stand on the label of the one before."""
     kept = list(ticks[:1])
     for tick in ticks[1:]:

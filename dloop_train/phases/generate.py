@@ -16,7 +16,7 @@ from dloop_train.config import Config, SamplingConfig, check
 from dloop_train.data.chat import prompt_ids
 from dloop_train.data.prompts import Prompt
 from dloop_train.data.responses import AnswerLog, Question, Response, Rows, merge, write_rows
-from dloop_train.launch import apart, start_ranks
+from dloop_train.launch import in_separate_ranks, start_ranks
 from dloop_train.phases import artifacts
 from dloop_train.phases.sharing import here, make_files, missing
 from dloop_train.ranks import initialise_distributed, say
@@ -47,7 +47,7 @@ def run(config: Config) -> None:
     model = (
         config.responder.connect() if asked and asked.waiting else ""
     )  # before this machine's own work, which takes long
-    if apart(config) and any(missing(files) for files in all_files(config)):
+    if in_separate_ranks(config) and any(missing(files) for files in all_files(config)):
         start_ranks(config, "generate")
     answer(config)
     if not greedy.complete:

@@ -125,7 +125,7 @@ def estimate(config: Config) -> Estimate:
     drafter = drafter_on_meta(config, spec, taps)
     prompts = num_training_prompts(config)
     counted = counts(config, prompts)
-    bytes_of_row = row_bytes(spec, artifacts.reads(config), config.cache.dtype)
+    bytes_of_row = row_bytes(spec, artifacts.feature_spec(config), config.cache.dtype)
     backbone, head = linear_flops(model.model), linear_flops(model.lm_head)
     ranks = processes(config)
     terms = Terms(config.train.depth_exposure, config.train.stages)
@@ -214,7 +214,7 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
     if settings.backbone and folder is not None:
         require_backbone(shape, folder)
     elif folder is not None:
-        shape = settings.looped(read_shape(folder))
+        shape = settings.with_loop_settings(read_shape(folder))
     if shape is None:
         return None
     shape = shape.on(spec, taps)

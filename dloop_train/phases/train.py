@@ -187,7 +187,7 @@ def train(config: Config) -> bool:
     source = training_source(config)
     drafter = make_drafter(config)
     if isinstance(source, OnlineSource):
-        drafter.borrow(TargetHead.of(source.target))  # one copy of the two largest matrices
+        drafter.attach_head(TargetHead.of(source.target))  # one copy of the two largest matrices
     checkpoints = folder / "checkpoints"
     last, best = last_of(checkpoints), best_of(checkpoints)
     log = MetricLog(
@@ -208,7 +208,10 @@ def train(config: Config) -> bool:
         write_atomic(
             checkpoints / DONE,
             json.dumps(
-                {"step": trainer.step, "worse": trainer.standing.worse if trainer.step < trainer.plan.steps else None}
+                {
+                    "step": trainer.step,
+                    "worse": trainer.train_state.worse if trainer.step < trainer.plan.steps else None,
+                }
             ),
         )
     log.close()

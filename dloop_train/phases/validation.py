@@ -138,9 +138,11 @@ class Validator:
 
     def text(self, response: Response) -> TextBatch:
         """A response with all that the drafter reads of the target, as one row."""
-        reads = artifacts.reads(self.config)
-        (sample,) = read_batch(self.target, [text_of(response, self.config.train.max_length)], reads, self.target.dtype)
-        return collate([replace(sample, features=drafters_row(sample, reads))])
+        feature_spec = artifacts.feature_spec(self.config)
+        (sample,) = read_batch(
+            self.target, [text_of(response, self.config.train.max_length)], feature_spec, self.target.dtype
+        )
+        return collate([replace(sample, features=drafters_row(sample, feature_spec))])
 
 
 def predictions(

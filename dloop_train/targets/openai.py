@@ -85,8 +85,8 @@ class OpenAI(Remote):
         client, reader = Client(self), Reader(target, tokenizer)
         greedy = replace(target, sampling=SamplingConfig(temperature=0.0))
 
-        def judge(url: str, text: Response) -> tuple[str, Agreement]:
-            def said(ids: list[int], count: int) -> list[int]:
+        def check_server(url: str, text: Response) -> tuple[str, Agreement]:
+            def next_tokens(ids: list[int], count: int) -> list[int]:
                 question = Question(text.id, text.category, ids)
                 return reader.read(
                     question,
@@ -96,11 +96,11 @@ class OpenAI(Remote):
                     ),
                 ).response_ids
 
-            return url, agreement(said, text)
+            return url, agreement(next_tokens, text)
 
         found = list(
             as_completed(
-                lambda pair: judge(*pair),
+                lambda pair: check_server(*pair),
                 [(url, text) for url in client.urls for text in known],
                 self.concurrency,
                 client.stop,
@@ -161,17 +161,17 @@ class Agreement:
         return Agreement(self.judged + other.judged, self.same + other.same)
 
 
-def agreement(said: Callable[[list[int], int], list[int]], text: Response) -> Agreement:
-    """Of one text. said(ids so far, how many more) are a server's greedy tokens. Where they part from the text, it is asked again after the text's own token,
+def agreement(next_tokens: Callable[[list[int], int], list[int]], text: Response) -> Agreement:
+    """Of one text. next_tokens(ids so far, how many more) are a server's greedy tokens. Where they part from the text, it is asked again after the text's own token,
     so that every token is judged after the same ones before it, and one turned over does not cost the rest."""
     own, at, strange = text.response_ids[:JUDGED], 0, 0
     while at < len(own) and strange < STRANGE:
         try:
-            heard = said(text.prompt_ids + own[:at], len(own) - at)
+            chosen = next_tokens(text.prompt_ids + own[:at], len(own) - at)
         except Refused:  # too long for the server, or bytes that are no text: this says nothing of its model
             break
         same = next(
-            (number for number, token in enumerate(own[at:]) if heard[number : number + 1] != [token]), len(own) - at
+            (number for number, token in enumerate(own[at:]) if chosen[number : number + 1] != [token]), len(own) - at
         )
         at += same
         if at < len(own):

@@ -60,7 +60,7 @@ def default_device() -> torch.device:
 
 def load_spec(config: TargetConfig) -> TargetSpec:
     """The sizes of a target, without its weights."""
-    return spec_of(config, architecture_of(config))
+    return spec_of(config, model_config_of(config))
 
 
 def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> TargetHead:
@@ -78,7 +78,7 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
     converted = {id(tensor): tensor.detach().to(dtype) for tensor in tensors.values()}  # tied ones stay one
     return TargetHead(
         **{name: converted[id(tensor)] for name, tensor in tensors.items()},
-        **head_scales(architecture_of(config).get_text_config()),
+        **head_scales(model_config_of(config).get_text_config()),
     )
 
 
@@ -108,7 +108,7 @@ def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def architecture_of(config: TargetConfig):
+def model_config_of(config: TargetConfig):
     """The transformers config of a target."""
     return random_config(config) if config.source == "random" else AutoConfig.from_pretrained(locate(config))
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from dloop_train.targets.head import softcapped
-from dloop_train.types import Reads, TargetSpec
+from dloop_train.types import FeatureSpec, TargetSpec
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,16 @@ class Target:
         cache: DynamicCache | None = None,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
-        reads: Reads = Reads(),  # noqa: B008 a frozen value
+        feature_spec: FeatureSpec = FeatureSpec(),  # noqa: B008 a frozen value
         logits: slice | None = None,
     ) -> TargetOutput:
         """Run [B, T] tokens after what `cache` holds, and append them to it.
 
         mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` picks rows of T.
         """
-        require_taps(reads.taps, self.spec)
-        self._tapped.wanted = reads.taps
-        if reads.shared_kv and cache is None:
+        require_taps(feature_spec.taps, self.spec)
+        self._tapped.wanted = feature_spec.taps
+        if feature_spec.shared_kv and cache is None:
             cache = self.new_cache()
         self.before_read(cache, tokens.shape[1])
         arguments = {
@@ -152,11 +152,11 @@ class Target:
         if cache is not None:
             arguments[self._cache_argument] = cache
         last_hidden = self.backbone(**arguments).last_hidden_state
-        parts = [self._tapped.outputs[tap] for tap in reads.taps]
+        parts = [self._tapped.outputs[tap] for tap in feature_spec.taps]
         self._tapped.outputs.clear()
-        if reads.shared_kv:
+        if feature_spec.shared_kv:
             parts += self.shared_rows(cache, tokens.shape[1])
-        if reads.last_hidden:
+        if feature_spec.last_hidden:
             parts.append(last_hidden)
         features = torch.cat(parts, dim=-1) if parts else None
         return TargetOutput(None if logits is None else self.head(last_hidden[:, logits]), features, last_hidden)

@@ -7,7 +7,7 @@ import torch
 
 from dloop_train.config import DeepSpeedConfig, TrainConfig
 from dloop_train.data.batches import TextBatch
-from dloop_train.drafters.attention import QUERIES, Sight
+from dloop_train.drafters.attention import QUERIES, ContextMask
 from dloop_train.drafters.base import Drafter, Flops, Work, linear_flops
 from dloop_train.drafters.layers import DecoderLayer, RMSNorm
 from dloop_train.training.anchors import Origins, supervised
@@ -88,7 +88,7 @@ def step_cost(
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
     work, held = forward_backward(drafter, counts, again), held_for_backward(drafter, counts, element, again)
     tokens = counts.sequences * counts.length
-    inputs = tokens * (drafter.shape.reads.width(target) + target.hidden_size) * element
+    inputs = tokens * (drafter.shape.feature_spec.width(target) + target.hidden_size) * element
     terms = [
         Term(
             "target features",
@@ -287,11 +287,17 @@ def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms
     """Of a micro-batch at hand, where masks are dense; FlexAttention's blocks are finer."""
     sequences, length = batch.features.shape[:2]
     first = torch.zeros_like(origins.position) if batch.first is None else batch.first.gather(1, origins.position)
-    sight, flops, branches, looks, rows = Sight(origins.position - drafter.lag, first), drafter.flops(), [], [], []
+    context_mask, flops, branches, looks, rows = (
+        ContextMask(origins.position - drafter.lag, first),
+        drafter.flops(),
+        [],
+        [],
+        [],
+    )
     for stage in range(1, terms.depth_exposure + 2):
         alive = origins.alive(stage)
         branches.append(float(sequences * alive))
-        seen = sight.take(alive)
+        seen = context_mask.select_branches(alive)
         looks.append(
             tuple(
                 float(
@@ -318,11 +324,11 @@ def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
     ]
 
 
-def looked_at(sight: Sight, branches: int, ahead: list[int], window: int | None) -> int:
+def looked_at(context_mask: ContextMask, branches: int, ahead: list[int], window: int | None) -> int:
     """Queries of one sequence times rows of the context, group by group of branches."""
     return sum(
         len(range(branches)[part.branches]) * len(ahead) * (part.rows.stop - part.rows.start)
-        for part in sight.parts(ahead, window)
+        for part in context_mask.parts(ahead, window)
     )
 
 

@@ -72,7 +72,7 @@ def draw_origins(batch: TextBatch, k: int, *, count: int, depth_exposure: int, s
     return Origins(position.to(device), depth.to(device))
 
 
-def at(values: Tensor, positions: Tensor) -> Tensor:
+def gather_at(values: Tensor, positions: Tensor) -> Tensor:
     """Rows of [B, T, ...] at positions [B, ...], clamped to the text."""
     positions = positions.clamp(0, values.shape[1] - 1)
     flat = positions.flatten(1)
@@ -84,9 +84,9 @@ def supervised(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Tensor:
     """1 on the slots of a stage whose label is reached from the origin without leaving the response. [B, N, k]"""
     reach = torch.arange(1, stage * k + 1, device=origins.device)
     positions = origins[..., None] + reach  # [B, N, s k]
-    inside = (positions < batch.tokens.shape[1]) & at(batch.loss_mask, positions)
+    inside = (positions < batch.tokens.shape[1]) & gather_at(batch.loss_mask, positions)
     if batch.first is not None:  # a neighbour's tokens are no labels
-        inside = inside & (at(batch.first, positions) == at(batch.first, origins)[..., None])
+        inside = inside & (gather_at(batch.first, positions) == gather_at(batch.first, origins)[..., None])
     return inside.long().cumprod(-1)[..., (stage - 1) * k :].float()
 
 
@@ -94,5 +94,7 @@ def labels_of(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Labels:
     """What stage `stage` (from 1) of each branch [B, N] should have said."""
     positions = origins[..., None] + (stage - 1) * k + torch.arange(1, k + 1, device=origins.device)  # [B, N, k]
     return Labels(
-        at(batch.tokens, positions), at(batch.last_hidden, positions - 1), supervised(batch, origins, stage, k)
+        gather_at(batch.tokens, positions),
+        gather_at(batch.last_hidden, positions - 1),
+        supervised(batch, origins, stage, k),
     )

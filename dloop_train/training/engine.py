@@ -23,7 +23,7 @@ from dloop_train.ranks import (
     STOP,
     barrier,
     gather_over_ranks,
-    most_over_ranks,
+    max_over_ranks,
     peak_memory,
     rank,
     say,
@@ -58,7 +58,7 @@ Validate = Callable[[int, Drafter], Validation]
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainState:
     """What a resumed training knows beside its weights and its optimiser."""
 
     step: int = 0
@@ -74,7 +74,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class StepInputs:
     """What a step's micro-batches need, drawn before the first of them. None of it lies on the device yet."""
 
     batches: list[TextBatch]
@@ -89,7 +89,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class StepTotals:
     """What all ranks know of a step after their one sum."""
 
     weights: Tensor
@@ -101,7 +101,7 @@ class Agreed:
 
 
 @dataclass
-class Window:
+class Throughput:
     """Sums since the last logged row."""
 
     started: float
@@ -110,10 +110,10 @@ class Window:
     origins: float = 0.0
     wait: float = 0.0
 
-    def add(self, agreed: Agreed, wait: float) -> None:
+    def add(self, totals: StepTotals, wait: float) -> None:
         self.steps += 1
-        self.tokens += agreed.tokens
-        self.origins += agreed.origins
+        self.tokens += totals.tokens
+        self.origins += totals.origins
         self.wait += wait
 
     def row(self) -> dict[str, float]:
@@ -125,7 +125,7 @@ class Window:
             "origins_per_second": self.origins / seconds,
             "seconds_per_step": seconds / self.steps,
             "wait_share": wait / seconds,
-            "memory_gb": most_over_ranks(peak_memory()) / 1e9,
+            "memory_gb": max_over_ranks(peak_memory()) / 1e9,
         }
 
 
@@ -158,24 +158,26 @@ class Trainer:
             max_rows=settings.loss_rows,
             recompute=settings.recompute,
         )
-        self.engine = start_engine(unroll, settings, deepspeed, self.plan.turns(world_size()), universal=universal)
+        self.engine = start_engine(
+            unroll, settings, deepspeed, self.plan.micro_batches(world_size()), universal=universal
+        )
         self.guarded = (
             deepspeed.stage > 0 or settings.precision == "bfloat16"
         )  # DeepSpeed's own optimisers skip what is not finite
         self.device = self.engine.device
-        drafter.borrow(drafter.head.to(self.device, self.dtype))
-        self.standing = self.resume(last, universal) if last else Standing()
+        drafter.attach_head(drafter.head.to(self.device, self.dtype))
+        self.train_state = self.resume(last, universal) if last else TrainState()
         self.best = best_of(folder)
         self.step_seconds: list[float] = []
-        forget_rows_after(self.run_folder / SKIPPED, self.standing.step)
+        forget_rows_after(self.run_folder / SKIPPED, self.train_state.step)
 
     @property
     def step(self) -> int:
         """Steps that are done."""
-        return self.standing.step
+        return self.train_state.step
 
-    def resume(self, last: Last, universal: bool) -> Standing:
-        return Standing(**self.saves.load(self.engine, last, universal=universal)["standing"])
+    def resume(self, last: Last, universal: bool) -> TrainState:
+        return TrainState(**self.saves.load(self.engine, last, universal=universal)["train_state"])
 
     def train(self, validate: Validate | None = None) -> bool:
         """Run the remaining steps; False where a stop was asked for before the end.
@@ -190,37 +192,37 @@ class Trainer:
             tqdm(total=total, initial=self.step, unit="step", desc="train", disable=rank() != 0) as bar,
         ):
             waiting = ahead.submit(self.load, min(self.step, total - 1))
-            window = Window(time.perf_counter())
+            throughput = Throughput(time.perf_counter())
             while self.step < total and not self.out_of_patience:
                 began = time.perf_counter()
-                prepared = self.prepare(waiting)
+                inputs = self.prepare(waiting)
                 if self.step + 1 < total:
                     waiting = ahead.submit(self.load, self.step + 1)
-                agreed = self.agree(prepared)
-                metrics = self.run_step(prepared, agreed)
+                totals = self.sum_totals(inputs)
+                metrics = self.run_step(inputs, totals)
                 if validate is not None and not self.validate_every:
                     self.settle_interval(time.perf_counter() - began)
-                window.add(agreed, prepared.wait)
+                throughput.add(totals, inputs.wait)
                 bar.update()
                 if metrics is not None:
                     bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
                 if metrics is not None and (
                     self.step % self.settings.log_every == 0 or self.step in (1, total)
                 ):  # a skipped step's rates stand in the next row
-                    self.log.write(self.step, metrics | window.row() | {"skipped": self.standing.skipped})
-                    window = Window(time.perf_counter())
+                    self.log.write(self.step, metrics | throughput.row() | {"skipped": self.train_state.skipped})
+                    throughput = Throughput(time.perf_counter())
                 if validate is not None and (
                     self.step == total or self.validate_every and self.step % self.validate_every == 0
                 ):
-                    window.started += self.validate(validate)
+                    throughput.started += self.validate(validate)
                 if (
                     self.step % self.settings.save_every == 0
                     or self.step == total
-                    or agreed.stop
+                    or totals.stop
                     or self.out_of_patience
                 ):
-                    self.saves.save(self.engine, self.drafter, self.step, {"standing": asdict(self.standing)})
-                if agreed.stop:
+                    self.saves.save(self.engine, self.drafter, self.step, {"train_state": asdict(self.train_state)})
+                if totals.stop:
                     break
         return self.end()
 
@@ -228,9 +230,9 @@ class Trainer:
         """Whether training is over. A request to stop is honoured by now."""
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
-        if self.standing.skipped:
+        if self.train_state.skipped:
             say(
-                f"train: {self.standing.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}"
+                f"train: {self.train_state.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}"
             )
         if self.best is not None and self.best.step == 0 and self.step > 0:
             say(
@@ -249,7 +251,7 @@ class Trainer:
             self.source.read(indices or [self.stand_in]) for indices in self.plan.shares(step, world_size())[rank()]
         ]
 
-    def prepare(self, waiting: Future) -> Prepared:
+    def prepare(self, waiting: Future) -> StepInputs:
         started = time.perf_counter()
         batches = waiting.result()
         wait = time.perf_counter() - started
@@ -269,57 +271,57 @@ class Trainer:
         origins = [
             o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)
         ]
-        return Prepared(
+        return StepInputs(
             batches, texts, origins, sum(self.plan.lengths[index] for indices in share for index in indices), wait
         )
 
     def laid_out(self, batch: TextBatch) -> TextBatch:
         return packed(batch) if self.settings.pack else batch
 
-    def agree(self, prepared: Prepared) -> Agreed:
+    def sum_totals(self, inputs: StepInputs) -> StepTotals:
         """Sum over ranks what the loss is divided by, and hear what the first rank wants."""
         unroll = self.engine.module
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
-        weights = sum(
-            unroll.weights(text, origins) for text, origins in zip(prepared.texts, prepared.origins, strict=True)
-        )
-        origins = sum(int((o.depth > 0).sum()) for o in prepared.origins)
+        weights = sum(unroll.weights(text, origins) for text, origins in zip(inputs.texts, inputs.origins, strict=True))
+        origins = sum(int((o.depth > 0).sum()) for o in inputs.origins)
         stop = rank() == 0 and (self.run_folder / STOP).exists()
         both = sum_over_ranks(
-            torch.cat([weights, torch.tensor([prepared.tokens, origins, stop]).to(weights)]).to(self.device)
+            torch.cat([weights, torch.tensor([inputs.tokens, origins, stop]).to(weights)]).to(self.device)
         )
         tokens, origins, stop = both[len(TERMS) :].tolist()
-        return Agreed(both[: len(TERMS)], tokens, origins, bool(stop))
+        return StepTotals(both[: len(TERMS)], tokens, origins, bool(stop))
 
-    def run_step(self, prepared: Prepared, agreed: Agreed) -> dict[str, float | list[float]] | None:
+    def run_step(self, inputs: StepInputs, totals: StepTotals) -> dict[str, float | list[float]] | None:
         """Forward, backward and update over all micro-batches of the step. None where it was skipped."""
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        turns, sums, losses, norm = len(prepared.origins), {}, [], None
-        for turn, origins in enumerate(prepared.origins, 1):
-            self.engine.set_gradient_accumulation_boundary(turn == turns)
+        count, sums, losses, norm = len(inputs.origins), {}, [], None
+        for number, origins in enumerate(inputs.origins, 1):
+            self.engine.set_gradient_accumulation_boundary(number == count)
             # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
-            loss, measured = self.run_turn(prepared.batches.pop(0), origins, agreed, scale=world_size() * turns)
+            loss, measured = self.run_micro_batch(inputs.batches.pop(0), origins, totals, scale=world_size() * count)
             losses.append(loss)
-            if not self.guarded and turn == turns:
+            if not self.guarded and number == count:
                 norm = self.checked_norm()
             self.engine.step()
             sums = add_sums(sums, measured)
         norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
         if not math.isfinite(norm):
-            self.skip(prepared, losses)
+            self.skip(inputs, losses)
             return None
-        self.standing = replace(self.standing, step=self.step + 1, skipped_in_a_row=0)
+        self.train_state = replace(self.train_state, step=self.step + 1, skipped_in_a_row=0)
         means = reduce_sums(sums)
         loss = sum(self.engine.module.terms.share(term) * (means.get(f"weighted_loss_{term}") or 0.0) for term in TERMS)
         return {"loss": loss, "lr": rate, "grad_norm": norm, **means}
 
-    def run_turn(self, batch: TextBatch, origins: Origins, agreed: Agreed, *, scale: int) -> tuple[Tensor, Sums]:
+    def run_micro_batch(
+        self, batch: TextBatch, origins: Origins, totals: StepTotals, *, scale: int
+    ) -> tuple[Tensor, Sums]:
         """Forward and backward of one micro-batch: its loss and sums. Its features come to the device here, and leave it with the return."""
         batch = self.laid_out(self.source.ready(batch, self.device, self.dtype))
         origins = Origins(origins.position.to(self.device), origins.depth.to(self.device))
-        result = self.engine(batch, origins, agreed.weights, self.plan.progress(self.step))
+        result = self.engine(batch, origins, totals.weights, self.plan.progress(self.step))
         loss = result.loss.detach()
         # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
         self.engine.backward(result.loss * torch.where(loss.isfinite(), scale, math.nan))
@@ -333,25 +335,25 @@ class Trainer:
             self.engine.set_gradient_accumulation_boundary(False)
         return float(norm)
 
-    def skip(self, prepared: Prepared, losses: list[Tensor]) -> None:
+    def skip(self, inputs: StepInputs, losses: list[Tensor]) -> None:
         """Count a step that changed nothing, note whose samples it had, and stop the run when there are too many."""
         mine = [
             {"samples": list(text.ids), "finite": bool(loss.isfinite())}
-            for text, loss in zip(prepared.texts, losses, strict=True)
+            for text, loss in zip(inputs.texts, losses, strict=True)
         ]
         row = {"step": self.step + 1, "micro_batches": [micro for rows in gather_over_ranks(mine) for micro in rows]}
-        self.standing = replace(
-            self.standing,
+        self.train_state = replace(
+            self.train_state,
             step=self.step + 1,
-            skipped=self.standing.skipped + 1,
-            skipped_in_a_row=self.standing.skipped_in_a_row + 1,
+            skipped=self.train_state.skipped + 1,
+            skipped_in_a_row=self.train_state.skipped_in_a_row + 1,
         )
         path = self.run_folder / SKIPPED
         if rank() == 0:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         say(f"train: step {self.step} is skipped, a loss or gradient is not finite; its samples stand in {path}")
-        if too_many := too_many_skipped(self.standing, self.settings):
+        if too_many := too_many_skipped(self.train_state, self.settings):
             raise ValueError(
                 f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples"
             )
@@ -361,7 +363,7 @@ class Trainer:
     @property
     def validate_every(self) -> int:
         """Steps between validations; 0 while that is not known yet."""
-        return self.settings.validate_every or self.standing.validate_every
+        return self.settings.validate_every or self.train_state.validate_every
 
     def settle_interval(self, step_seconds: float) -> None:
         """By what steps and a validation take on the slowest rank. Decided once and kept in the checkpoints, so that a resumed training validates at the same steps."""
@@ -369,12 +371,12 @@ class Trainer:
         if len(self.step_seconds) < TIMED:
             return
         steps = math.ceil(
-            self.standing.validation_seconds
+            self.train_state.validation_seconds
             / statistics.median(self.step_seconds)
             * (1 / self.settings.validate_share - 1)
         )
-        steps = int(most_over_ranks(max(steps, 1)))
-        self.standing = replace(self.standing, validate_every=steps)
+        steps = int(max_over_ranks(max(steps, 1)))
+        self.train_state = replace(self.train_state, validate_every=steps)
         say(
             f"train: validates every {steps} steps, which takes about {self.settings.validate_share:.0%} of the time (train.validate_share); train.validate_every={steps} would say it for every run"
         )
@@ -393,9 +395,9 @@ class Trainer:
             if better:
                 self.best = Best(self.step, found.score)
                 self.saves.mark_best(self.drafter, self.best)
-            self.standing = replace(self.standing, worse=0 if better or behind else self.standing.worse + 1)
+            self.train_state = replace(self.train_state, worse=0 if better or behind else self.train_state.worse + 1)
         barrier()
-        self.standing = replace(self.standing, validation_seconds=found.seconds)
+        self.train_state = replace(self.train_state, validation_seconds=found.seconds)
         return time.perf_counter() - started
 
     def whole_drafter(self) -> Drafter:
@@ -404,21 +406,21 @@ class Trainer:
             return self.drafter
         with gathered(self.drafter):
             self.twin.load_state_dict(self.drafter.state_dict())
-        self.twin.to(self.device, self.dtype).borrow(self.drafter.head)
+        self.twin.to(self.device, self.dtype).attach_head(self.drafter.head)
         return self.twin
 
     @property
     def out_of_patience(self) -> bool:
-        return 0 < self.settings.patience <= self.standing.worse
+        return 0 < self.settings.patience <= self.train_state.worse
 
 
-def too_many_skipped(standing: Standing, settings: TrainConfig) -> str:
+def too_many_skipped(train_state: TrainState, settings: TrainConfig) -> str:
     """How many steps were skipped and how many may be, where that is more."""
-    if standing.skipped_in_a_row > settings.max_skipped:
-        return f"{standing.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows {settings.max_skipped}"
-    if standing.skipped > max(settings.max_skipped, settings.max_skipped_share * standing.step):
+    if train_state.skipped_in_a_row > settings.max_skipped:
+        return f"{train_state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows {settings.max_skipped}"
+    if train_state.skipped > max(settings.max_skipped, settings.max_skipped_share * train_state.step):
         return (
-            f"{standing.skipped} of {standing.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
+            f"{train_state.skipped} of {train_state.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
             f"train.max_skipped_share={settings.max_skipped_share} allow fewer"
         )
     return ""

@@ -58,7 +58,7 @@ class Plan:
             self.orders[epoch] = order
         return order[step % self.steps_per_epoch]
 
-    def turns(self, ranks: int) -> int:
+    def micro_batches(self, ranks: int) -> int:
         """Micro-batches that each rank runs in a step."""
         total = -(-self.settings.batch_size // self.settings.micro_batch_size)
         return -(-total // ranks)
@@ -66,7 +66,7 @@ class Plan:
     def shares(self, step: int, ranks: int) -> list[list[list[int]]]:
         """The micro-batches of a step for every rank; empty ones where there is nothing left to run."""
         micros = micro_batches(self.samples(step), self.settings.micro_batch_size)
-        return share_out(micros, self.lengths, ranks, self.turns(ranks))
+        return share_out(micros, self.lengths, ranks, self.micro_batches(ranks))
 
     @property
     def shortest(self) -> int:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dloop_train.data.batches import TextBatch
-from dloop_train.drafters.base import Choose, Drafter, take
-from dloop_train.training.anchors import Origins, at, labels_of, supervised
+from dloop_train.drafters.base import Choose, Drafter, select_branches
+from dloop_train.training.anchors import Origins, gather_at, labels_of, supervised
 from dloop_train.training.metrics import Sums, add_sums
 from dloop_train.types import KV, Context, DraftStage, DraftState, Labels
 
@@ -124,11 +124,13 @@ class Unroll(nn.Module):
         loss, sums = 0.0, {}
         for number in range(1, self.terms.depth_exposure + 2):
             alive = origins.alive(number) if self.compact else origins.depth.shape[1]
-            state = take(state, alive)
+            state = select_branches(state, alive)
             position, depth = origins.position[:, :alive], origins.depth[:, :alive]
             start = position + (number - 1) * k
             stage = self.stage(
-                state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1)
+                state,
+                gather_at(batch.tokens, start),
+                lambda step, _, start=start: gather_at(batch.tokens, start + step + 1),
             )
             state = stage.state
             if self.detach:
@@ -138,7 +140,7 @@ class Unroll(nn.Module):
                 loss = loss + stage.hidden.sum() * 0  # keep every parameter in the graph on every rank
                 continue
             labels = masked(labels_of(batch, position, number, k), self.terms.branches(number, depth))
-            part = drafter.loss(stage, at(batch.tokens, start), labels, progress, max_rows=self.max_rows)
+            part = drafter.loss(stage, gather_at(batch.tokens, start), labels, progress, max_rows=self.max_rows)
             loss = loss + self.terms.share(term) * part.sum / totals[TERMS.index(term)].clamp(min=1e-9).to(part.sum)
             measured = {"weighted_loss": (part.sum.detach().float(), part.weight.float()), **part.metrics}
             sums = add_sums(sums, {f"{name}_{term}": pair for name, pair in measured.items()})

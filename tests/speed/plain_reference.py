@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from dloop_train.data.batches import TextBatch
 from dloop_train.drafters import layers
-from dloop_train.drafters.attention import Sight
+from dloop_train.drafters.attention import ContextMask
 from dloop_train.drafters.base import Drafter
 from dloop_train.drafters.chain import ChainDrafter
 from dloop_train.drafters.dspark import DSpark
 from dloop_train.training.accounting import draft_vocabulary, own_pairs
-from dloop_train.training.anchors import Origins, at, labels_of
+from dloop_train.training.anchors import Origins, gather_at, labels_of
 from dloop_train.training.unroll import Terms, UnrollResult, masked
 from dloop_train.types import KV, Context, Labels
 
@@ -35,10 +35,12 @@ class PlainUnroll(nn.Module):
             for number in range(1, self.terms.depth_exposure + 2):
                 start = origins.position + (number - 1) * k
                 stage = drafter.stage(
-                    state, at(batch.tokens, start), lambda step, _, start=start: at(batch.tokens, start + step + 1)
+                    state,
+                    gather_at(batch.tokens, start),
+                    lambda step, _, start=start: gather_at(batch.tokens, start + step + 1),
                 )
                 state = stage.state
-                stages.append((stage, at(batch.tokens, start)))
+                stages.append((stage, gather_at(batch.tokens, start)))
         every = [
             masked(labels_of(batch, origins.position, number, k), self.terms.branches(number, origins.depth))
             for number in range(1, len(stages) + 1)
@@ -55,10 +57,10 @@ class PlainUnroll(nn.Module):
         for number, ((stage, anchors), said, labels) in enumerate(zip(stages, logits, every, strict=True), 1):
             term = self.terms.of_stage(number)
             positions = origins.position[..., None] + (number - 1) * k + torch.arange(k, device=batch.tokens.device)
-            meant = None if target is None else at(target, positions)
+            meant = None if target is None else gather_at(target, positions)
             losses = slot_losses(drafter, said, meant, labels, drafter.confidence(stage, anchors, labels.tokens))
             if taught is not None:
-                losses = losses * at(taught, positions)
+                losses = losses * gather_at(taught, positions)
             share = self.terms.share(term) / totals[("first", "last").index(term)].clamp(min=1e-9)
             loss = loss + (share * (losses * labels.mask * slots).sum()).to(losses.dtype)
         return UnrollResult(loss, {})
@@ -100,13 +102,13 @@ def dense(
     queries: Tensor,
     context: KV,
     own: KV | None,
-    sight: Sight,
+    context_mask: ContextMask,
     scale: float,
     *,
     window: int | None = None,
     causal: bool = False,
 ) -> Tensor:
-    origin = sight.origin
+    origin = context_mask.origin
     batch, branches, slots = queries.shape[:3]
     length, drafted = context.keys.shape[1], 0 if own is None else own.keys.shape[2]
     device = queries.device

@@ -150,7 +150,7 @@ def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
         tokens = torch.randint(spec.vocab_size, (wanted.sequences, wanted.length))
         features, last_hidden = (
             torch.randn(wanted.sequences, wanted.length, width, dtype=dtype)
-            for width in (drafter.shape.reads.width(spec), spec.hidden_size)
+            for width in (drafter.shape.feature_spec.width(spec), spec.hidden_size)
         )
     drafter = drafter.to(dtype)
     with torch.no_grad():

@@ -1,5 +1,6 @@
-"""Make the built-in prompt set: hand-written prompts, filled templates (here and in more_templates.py) and user turns sampled from the target.
+"""Make the built-in prompt set: hand-written prompts, filled templates and sampled user turns.
 
+Templates are here and in more_templates.py; sample_turns.py samples the user turns from the target.
 Run `python data/make_prompts.py`; the same script, hand-written and sampled files always give the same bytes.
 """
 
@@ -16,7 +17,7 @@ from more_templates import MORE_TEMPLATES
 FOLDER = Path(__file__).parent / "prompts"
 COUNTS = {"math": 1980, "code": 1980, "chat": 1620, "instruction": 1710, "extraction": 1710}
 MORE = 600
-"""Prompts of each category from more_templates.py."""
+"""Number of prompts per category from more_templates.py."""
 TRIES = 30
 
 
@@ -43,7 +44,10 @@ def main():
 
 
 def collect(handwritten: list[str], templates: list[str], count: int, seen: set[str], rng: Random) -> list[str]:
-    """Every hand-written prompt, then templates in turn until there are `count`, or none gives a new one; adds to `seen`."""
+    """All hand-written prompts, then templates filled in turn, until there are `count` prompts or no template is left.
+
+    Adds the prompts to `seen`. Raises ValueError if a hand-written prompt occurs twice.
+    """
     prompts = []
     for text in handwritten:
         if normalised(text) in seen:
@@ -55,14 +59,14 @@ def collect(handwritten: list[str], templates: list[str], count: int, seen: set[
         for template in list(templates):
             text = fresh(template, seen, rng)
             if text is None:
-                templates.remove(template)  # its slots are used up
+                templates.remove(template)  # its slots allow no more new prompts
             else:
                 prompts.append(text)
     return prompts[:count]
 
 
 def fresh(template: str, seen: set[str], rng: Random) -> str | None:
-    """The template filled in a way not seen before, or None where that does not happen in TRIES draws."""
+    """The template filled in a way not seen before, or None if TRIES draws do not give one. Adds it to `seen`."""
     for _ in range(TRIES):
         text = with_articles(fill(template, rng, {}))
         if normalised(text) not in seen:
@@ -72,7 +76,10 @@ def fresh(template: str, seen: set[str], rng: Random) -> str | None:
 
 
 def fill(template: str, rng: Random, used: dict[str, set[str]]) -> str:
-    """Replace {slot} and {slot2}: a name is drawn once, {slot} and {slot2} differ, and slots inside a value are filled too."""
+    """Replace slots such as {first} and {first2} by drawn values.
+
+    A name is drawn once, the values of {first} and {first2} differ, and slots inside a value are filled too.
+    """
     drawn: dict[str, str] = {}
 
     def value(match: re.Match) -> str:
@@ -86,7 +93,7 @@ def fill(template: str, rng: Random, used: dict[str, set[str]]) -> str:
 
 
 def with_articles(text: str) -> str:
-    """Put "an" for "a" before a vowel: slots do not know what stands before them."""
+    """Replace "a" by "an" before a vowel, since templates have "a" before slots of any value."""
     return re.sub(r"\b([Aa])(?= (?!used|uni)[aeiouAEIO])", r"\1n", text)
 
 
@@ -116,7 +123,7 @@ def split_of(name: str) -> str:
 
 
 def sampled_turns(category: str, seen: set[str]) -> list[dict]:
-    """What the target itself wrote as a user (sample_turns.py)."""
+    """User turns that sample_turns.py has sampled from the target, without those in `seen`."""
     turns = [json.loads(line) for line in (FOLDER / "sampled.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
         {
@@ -148,7 +155,7 @@ def check(prompts: list[dict]):
     assert not any(re.search(r"\{[a-z_]+\d?\}", text) for text in contents)
 
 
-# Slots: a list of choices, or a function of the random generator. A value may hold further slots.
+# Slots: a list of choices, or a function of the random generator. A value may contain further slots.
 
 
 def words(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Turn a trained run into a starter: its export without the target's own rows, and where it came from.
+"""Turn a trained run into a starter: its export without copies of the target, and its provenance.
 
 python -m dloop_train +experiment=starter drafter.tokens_per_stage=4 phases=[generate,cache,train]
 python -m dloop_train +experiment=starter drafter.tokens_per_stage=2 phases=[export]
@@ -51,11 +51,11 @@ def main(run: Path, out: Path) -> None:
 
 
 THIS_MACHINES = ("launch.", "responder.path=", "phases=", "name=", "root=", "wandb.")
-"""Overrides that say where and how far a command ran, not what came out of it."""
+"""Overrides without effect on the result: they set where a command ran and which phases."""
 
 
 def settings_of_training(run: Path) -> dict:
-    """The settings that the training and its validations had, by their dotted names."""
+    """The settings of the training and its validations, by their dotted names."""
     trained, free, validated = (
         json.loads((run / name).read_text()) for name in ("training.json", "training_free.json", "validated_by.json")
     )
@@ -65,9 +65,10 @@ def settings_of_training(run: Path) -> dict:
 
 
 def commands(run: Path, trained: dict, tokens_per_stage: int) -> list[str]:
-    """How the run was made: trained with some tokens per stage, exported with the pair's.
+    """The two commands that made the run: the training with its tokens per stage, the export with `tokens_per_stage`.
 
-    The overrides on disk are those of the last command, the export. Where the training had another value, its command has that one.
+    The overrides on disk are those of the last command, the export. A setting that differed in the training has the
+    training's value in the first command.
     """
     key = "drafter.width" if "drafter.width" in trained else "drafter.tokens_per_stage"
     words = [
@@ -86,7 +87,7 @@ def commands(run: Path, trained: dict, tokens_per_stage: int) -> list[str]:
 
 
 def as_trained(override: str, trained: dict) -> str:
-    """An override with the value that the training had, written as it was where that is equal."""
+    """An override with the training's value; unchanged if the two are equal."""
     name, _, value = override.partition("=")
     if name not in trained or value == str(trained[name]) or as_number(value) == trained[name]:
         return override
@@ -94,7 +95,7 @@ def as_trained(override: str, trained: dict) -> str:
 
 
 def as_number(text: str) -> float | None:
-    """What a number is written as may differ: 4e-4 is 0.0004."""
+    """The number that a text denotes, or None. Numbers may be written differently: 4e-4 is 0.0004."""
     try:
         return float(text)
     except ValueError:
@@ -105,7 +106,10 @@ KEPT = ("commands", "settings", "data_keys", "validation", "curve", "before")
 
 
 def before(init: str, out: Path) -> dict | None:
-    """Of a starter that another one began as: what that one was made by. The folder may be the one that is replaced."""
+    """The provenance of the starter that the training started from; None if it started from other weights.
+
+    The folder of that starter may be `out`, which is about to be replaced.
+    """
     found = out.parent / init.removeprefix("starter:") / "provenance.json"
     if not init.startswith("starter:") or not found.is_file():
         return None

@@ -1,4 +1,7 @@
-"""More kinds of prompts for make_prompts.py: templates over its slots, nearer to what people ask than the first ones. Each set stands in a category."""
+"""More prompt templates for make_prompts.py, by category; they are nearer to common requests.
+
+They use the slots of make_prompts.py.
+"""
 
 MORE_TEMPLATES = {
     "math": [

@@ -1,8 +1,8 @@
-"""Record sampled answers: those of a responses folder, finished or not, in responses/<name>.jsonl.gz, which responder=recorded reads.
+"""Record the sampled answers of a responses folder in a file that responder=recorded can read.
 
     python data/record_responses.py artifacts/responses/<key> data/responses/smollm2_135m.jsonl.gz
 
-Answers that the file has already stay; a second folder adds to them.
+The folder may be unfinished. Answers that are already in the file stay, and those of another folder can be added.
 """
 
 import gzip
@@ -27,14 +27,16 @@ def main(folder: Path, out: Path) -> None:
                 },
             )
     out.parent.mkdir(parents=True, exist_ok=True)
+    # Without time and file name in the header the same rows give the same bytes.
     with (
         open(out, "wb") as raw,
         gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as file,
-    ):  # the same rows give the same bytes
+    ):
         for _, row in sorted(rows.items()):
             file.write((json.dumps(row, separators=(",", ":")) + "\n").encode())
     print(
-        f"{len(rows)} answers, {sum(len(row['response_ids']) for row in rows.values())} tokens, {out.stat().st_size / 1e6:.1f} MB"
+        f"{len(rows)} answers, {sum(len(row['response_ids']) for row in rows.values())} tokens, "
+        f"{out.stat().st_size / 1e6:.1f} MB"
     )
 
 

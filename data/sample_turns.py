@@ -1,6 +1,8 @@
-"""Sample user turns from the target: what SmolLM2 itself writes after the header of a user's turn and an opener, kept where it reads like a request.
+"""Sample user turns: SmolLM2 continues a user header and an opener; plausible requests are kept.
 
-python data/sample_turns.py [turns]      # appends to prompts/sampled.jsonl, which make_prompts.py mixes in; a second start goes on
+    python data/sample_turns.py [turns]
+
+Appends to prompts/sampled.jsonl, which make_prompts.py mixes in. A second start continues after the turns in the file.
 """
 
 import json
@@ -18,7 +20,7 @@ OUT = Path(__file__).parent / "prompts" / "sampled.jsonl"
 TURNS, BATCH, SEED = 11520, 192, 0
 SAMPLING = SamplingConfig(temperature=1.0, top_p=0.95, top_k=256)
 LONGEST = 64
-"""Sampled tokens of a turn; longer ones are left out."""
+"""Most sampled tokens of a turn; longer turns are left out."""
 PLACEHOLDER = re.compile(r"\[[^\]]*\]|<[^>]*>|\{[^}]*\}|\.\.\.$|_{3,}")
 
 OPENERS = {
@@ -209,27 +211,27 @@ def main(wanted: int) -> None:
 
 
 def opener_of(number: int) -> tuple[str, str]:
-    """The categories in turn, and within each its openers in turn."""
+    """Category and opener of a turn: the categories take turns, and so do the openers of each category."""
     category = list(OPENERS)[number % len(OPENERS)]
     openers = OPENERS[category]
     return category, openers[number // len(OPENERS) % len(openers)]
 
 
 def next_number(found: list[dict]) -> int:
-    """Where the batches that are done end."""
+    """Number of the first turn after the batches that are done."""
     last = max((int(row["name"].rpartition("-")[2]) for row in found), default=-1)
     return (last // BATCH + 1) * BATCH
 
 
 def header_ids(tokenizer) -> list[int]:
-    """Everything that stands before the user's words in a rendered conversation."""
+    """Ids of the text before the user's words in a rendered conversation."""
     marker = "USER-TURN"
     text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
     return tokenizer(text.split(marker)[0], add_special_tokens=False)["input_ids"]
 
 
 def reads_like_a_request(text: str) -> bool:
-    """Five words or more of plain English without placeholders, whole to its last character."""
+    """Whether a text has at least five words, only printable ASCII, no placeholder, and closing punctuation."""
     plain = text.replace("\n", " ")
     return bool(
         len(text.split()) >= 5

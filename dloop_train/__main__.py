@@ -21,14 +21,17 @@ def main() -> None:
     """Entry point of `python -m dloop_train` and of the console script."""
     require_choices(sys.argv[1:])
     arguments = [as_set_or_add(argument) for argument in sys.argv[1:]]
-    if "dry_run=true" in (argument.lower() for argument in arguments):  # then Hydra writes nothing either
+    if "dry_run=true" in (argument.lower() for argument in arguments):  # a dry run: Hydra must not write files either
         arguments += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
     sys.argv[1:] = arguments
     compose_and_run()
 
 
 def as_set_or_add(argument: str) -> str:
-    """`train.lr=1` sets the field whether or not a YAML names it; the dataclasses refuse unknown fields with a better message."""
+    """Prefix an override with ++, so that `train.lr=1` sets the field whether or not a YAML contains it.
+
+    The dataclasses then refuse unknown fields, with a message that lists the known ones.
+    """
     return (
         f"++{argument}"
         if re.match(r"[a-z_]+\.[A-Za-z0-9_.]+=", argument) and not argument.startswith("hydra.")
@@ -52,12 +55,12 @@ def compose_and_run(tree: DictConfig) -> None:
 
 
 def run_config(config: Config) -> Path:
-    """The composed configuration that ranks read back."""
+    """Path of the composed configuration, which the ranks read."""
     return config.root / "runs" / config.name / "config.yaml"
 
 
 def run_phases(config: Config) -> None:
-    """In order; after a signal that asks to stop, not the next."""
+    """Run the phases in order. After a stop signal during one of them the next is not started."""
     stopping = Stopping(run_config(config).parent)
     stopping.listen()
     for name in config.phases:
@@ -69,7 +72,7 @@ def run_phases(config: Config) -> None:
 
 
 def require_choices(arguments: list[str]) -> None:
-    """Stop with the options when a group that must be appended was not."""
+    """Exit with the options if a required group (drafter, target) was not chosen."""
     if {"--help", "-h", "--hydra-help", "--version"} & set(arguments) or any(
         re.match(r"\+?experiment=", argument) for argument in arguments
     ):

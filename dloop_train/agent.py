@@ -1,4 +1,7 @@
-"""Agent: one node's torchrun, which ends quietly because its ranks have said why: python -m dloop_train.agent <ranks> <torchrun's arguments>."""
+"""Agent: runs torchrun on one node, without torchrun's error messages, since ranks write the cause.
+
+python -m dloop_train.agent <ranks> <torchrun's arguments>
+"""
 
 import logging
 import os
@@ -18,24 +21,23 @@ from dloop_train.runs import write_atomic
 
 def main() -> None:
     die_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the controller's business; the ranks inherit it
-    for part in (
-        "multiprocessing.api",
-        "agent.server.api",
-    ):  # torchrun's errors: ranks that ended, whatever the reason, and a first node that left before the others
+    # Only the command itself handles SIGUSR1. The ranks inherit that it is ignored.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # Silence torchrun's errors about ranks that ended and a first node that ended early: neither is the cause.
+    for part in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{part}").setLevel(logging.CRITICAL)
     wanted, *arguments = sys.argv[1:]
     ranks = ranks_of_node(int(wanted))
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, cores() // ranks))
-    )  # torchrun would say 1, and an offloaded optimiser would crawl
+    # torchrun would set one thread, with which an offloaded optimiser is very slow.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ.setdefault("PET_NODE_RANK", os.environ.get("SLURM_NODEID", "0"))
     try:
         torchrun.run(torchrun.parse_args([f"--nproc-per-node={ranks}", *arguments]))
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if STOPPED in codes and codes <= {STOPPED, -signal.SIGTERM}:
-            return  # all ranks have saved; a code other than 0 would have srun end other nodes that are on their way out
+            # All ranks have saved. On a code other than 0 srun would kill the other nodes while they end by themselves.
+            return
         tell_killed(arguments[-1], list(error.failures.values()))
         sys.exit(max(map(abs, codes)))
     except SignalException as error:
@@ -43,10 +45,10 @@ def main() -> None:
 
 
 def tell_killed(phase: str, failures: list[ProcessFailure]) -> None:
-    """A rank that a signal ended cannot say so.
+    """Write the cause for a rank that was ended by a signal, since it could not write one itself.
 
-    SIGKILL comes from outside, and what the others then said of their connections is not the cause. Other signals may be an effect
-    (NCCL aborts where a rank has left), so a cause that stands there already stays.
+    SIGKILL comes from outside, so it replaces a cause that another rank wrote, such as a lost connection. Other signals
+    may be a consequence (NCCL aborts if a rank has left), so they do not replace a cause.
     """
     ended = sorted(
         (failure for failure in failures if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM),
@@ -54,7 +56,10 @@ def tell_killed(phase: str, failures: list[ProcessFailure]) -> None:
     )
     if not ended:
         return
-    text = f"{phase}: a rank on {socket.gethostname()} was ended by {ended[0].signal_name()}; the same command goes on from what is on disk"
+    text = (
+        f"{phase}: a rank on {socket.gethostname()} was ended by {ended[0].signal_name()}; "
+        "the same command goes on from what is on disk"
+    )
     if ended[0].exitcode == -signal.SIGKILL:
         write_atomic(Path(os.environ[FAILURE]), f"{text}. Look whether the memory of the machine was used up\n")
     else:

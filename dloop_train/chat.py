@@ -1,4 +1,7 @@
-"""A chat in the terminal: answers stream through the loop, coloured by the stage that drafted each token: python -m dloop_train.chat <export> <target>"""
+"""Chat in the terminal: answers are streamed, each token in the colour of the stage that drafted it.
+
+python -m dloop_train.chat <export> <target>
+"""
 
 import argparse
 import os
@@ -16,7 +19,7 @@ from dloop_train.serving import LoopedModel, load
 from dloop_train.types import Round
 
 COLOURS = (36, 32, 33, 35, 31)
-"""Terminal colours of stages 1, 2, ...; the last one of all deeper stages."""
+"""Terminal colours of stages 1, 2, ...; all deeper stages have the last one."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class Answer:
             return f"{len(self.tokens)} token in {self.seconds:.2f} s"
         tau = sum(one.accepted + 1 for one in self.rounds) / len(self.rounds)
         stages = sum(one.stages for one in self.rounds) / len(self.rounds)
-        return f"tau {tau:.2f}, {stages:.2f} stages a round, {len(self.tokens)} tokens in {self.seconds:.2f} s, {len(self.tokens) / self.seconds:.1f} tokens/s"
+        return (
+            f"tau {tau:.2f}, {stages:.2f} stages a round, {len(self.tokens)} tokens in {self.seconds:.2f} s, "
+            f"{len(self.tokens) / self.seconds:.1f} tokens/s"
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if coloured:
         print(legend())
-    asked = questions(sys.stdin, sys.stdout if sys.stdout.isatty() else sys.stderr)  # a pipe gets the answers alone
+    # If the output is piped, prompts go to stderr, so that the pipe gets only the answers.
+    asked = questions(sys.stdin, sys.stdout if sys.stdout.isatty() else sys.stderr)
     try:
         converse(model, asked, options, sys.stdout, coloured=coloured)
     except KeyboardInterrupt:
@@ -85,7 +92,7 @@ def not_negative(text: str) -> float:
 
 
 def questions(lines: TextIO, out: TextIO) -> Iterator[str]:
-    """What the user writes, line by line; prompts for it on a terminal."""
+    """Yield the user's lines until /quit or the end of the input. Prints a prompt on a terminal."""
     asking = lines.isatty()
     while True:
         if asking:
@@ -100,7 +107,7 @@ def questions(lines: TextIO, out: TextIO) -> Iterator[str]:
 def converse(
     model: LoopedModel, asked: Iterable[str], options: argparse.Namespace, out: TextIO, *, coloured: bool
 ) -> None:
-    """Answer every question, each after those before it."""
+    """Answer every question, with the conversation before it as context."""
     messages: list[dict[str, str]] = []
     settings = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "seed": options.seed}
     for question in asked:
@@ -114,7 +121,8 @@ def converse(
         if options.compare:
             plain = gathered(model.emissions(ids, plain=True, **settings))
             print(
-                f"[plain decoding: {plain.seconds:.2f} s, {plain.seconds / answer.seconds:.2f} times as long{differing(model, ids, plain, answer, options)}]",
+                f"[plain decoding: {plain.seconds:.2f} s, {plain.seconds / answer.seconds:.2f} times as long"
+                f"{differing(model, ids, plain, answer, options)}]",
                 file=out,
             )
         print(file=out, flush=True)
@@ -153,11 +161,17 @@ def answer_of(emissions: list[Emission], seconds: float) -> Answer:
 
 
 def differing(model: LoopedModel, prompt: list[int], plain: Answer, answer: Answer, options: argparse.Namespace) -> str:
-    """How near a tie greedy texts differ, if they do: by a few roundings at most. Sampled texts differ anyway."""
+    """A note on how close the target's two logits are where greedy texts first differ; empty for equal texts.
+
+    Greedy texts differ by rounding only, so a few roundings are expected. Sampled texts differ anyway and get no note.
+    """
     if options.temperature or plain.tokens == answer.tokens:
         return ""
     gap = parting_gap(model.target, prompt, plain.tokens, answer.tokens)
-    return f"; the texts differ from where the target's logits of two tokens are {gap:.1f} roundings of {str(model.target.dtype).removeprefix('torch.')} apart"
+    return (
+        f"; the texts differ from where the target's logits of two tokens are {gap:.1f} roundings of "
+        f"{str(model.target.dtype).removeprefix('torch.')} apart"
+    )
 
 
 def painted(text: str, stage: int) -> str:

@@ -1,4 +1,4 @@
-"""Configuration: the dataclasses of a run, and the door where YAML becomes checked dataclasses."""
+"""Configuration: the dataclasses of a run, and how they are built from YAML and checked."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless the condition holds: for what a user can cause."""
+    """Raise ValueError(message) unless the condition holds. For errors that a user can cause."""
     if not condition:
         raise ValueError(message)
 
@@ -34,7 +34,7 @@ RANGES = {
 
 
 def require(settings: Any, section: str, wanted: str, *names: str) -> None:
-    """Stop where one of these numbers is not in the range."""
+    """Raise ValueError unless each of these numbers is finite and in the range `wanted`, a key of RANGES."""
     for name in names:
         value = getattr(settings, name)
         check(math.isfinite(value) and RANGES[wanted](value), f"{section}.{name} must be {wanted}, got {value}")
@@ -63,7 +63,7 @@ class SamplingConfig:
 
 @dataclass
 class TargetConfig:
-    """A frozen language model: where it comes from, and how it is talked to."""
+    """A frozen language model: the source of its weights, its tapped layers, and how it is prompted and sampled."""
 
     name: str
     source: str
@@ -76,13 +76,13 @@ class TargetConfig:
     mask_token_id: int = -1
     """Id that fills the slots of a block drafter; must be a row of the target's embedding."""
     thinking: bool | None = None
-    """Passed to the chat template as enable_thinking; null where the template knows no such switch."""
+    """Passed to the chat template as enable_thinking; null if the template has no such switch."""
     stop_ids: list[int] = field(default_factory=list)
     """Tokens that end a response."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     dtype: str = "bfloat16"
     config: dict[str, Any] = field(default_factory=dict)
-    """Config of the model to build, for source random."""
+    """Config of the model to build, for source random; for others, sizes for a dry run without its config.json."""
 
     def __post_init__(self):
         sources = ("hub", "folder", "package", "random")
@@ -101,7 +101,7 @@ class TargetConfig:
 
 @dataclass
 class GenerateConfig:
-    """Answering the prompts."""
+    """How the target's answers to the prompts are generated."""
 
     max_new_tokens: int = 192
     max_prompt_tokens: int = 512
@@ -111,11 +111,14 @@ class GenerateConfig:
     greedy_prompts: int = 40
     """Validation prompts, and as many test prompts, that are answered greedily for replay."""
     greedy_validation: int = 0
-    """Validation prompts among them, where they are to be fewer or more than the test prompts; 0 is greedy_prompts."""
+    """Number of these validation prompts, if it differs from the number of test prompts; 0 is greedy_prompts."""
     greedy_max_new_tokens: int = 96
     greedy_batch: int = 1
-    """Greedy answers that are decoded together. 1 is the very decoding that evaluation times; more is many times faster, and its texts part from
-    that decoding's where two tokens are so nearly as likely that bf16 sums of another shape decide."""
+    """Greedy answers that are decoded together.
+
+    With 1 they are decoded exactly as in the evaluation. More is many times faster, but a text can differ from the
+    evaluation's where two tokens are almost equally likely, since bf16 sums round differently in another shape.
+    """
 
     def __post_init__(self):
         require(
@@ -156,7 +159,7 @@ class FeaturesConfig:
 
 @dataclass
 class TrainConfig:
-    """Loop-aware training (DESIGN: cross-stage unrolling)."""
+    """Loop-aware training: several drafting stages are unrolled from each origin."""
 
     depth_exposure: int = 3
     """N: extra stages S - 1 ~ U{1..N}. 0 is the base recipe: one stage, first-stage loss alone."""
@@ -168,7 +171,7 @@ class TrainConfig:
     """Optimiser steps; 0 means `epochs` passes over the data."""
     epochs: float = 1.0
     base_epochs: float = 0.0
-    """Passes of the base recipe (one stage, base_lr) in front of these, for drafters without released weights."""
+    """Epochs of the base recipe (one stage, base_lr) before the others, for drafters without released weights."""
     base_lr: float = 6e-4
     batch_size: int = 32
     """Sequences per optimiser step, over all ranks and micro-batches."""
@@ -185,27 +188,30 @@ class TrainConfig:
     max_length: int = 4096
     """Samples are cut on the right to this many tokens."""
     loss_rows: int = 1024
-    """Most rows of logits alive at once: losses are taken, and differentiated, in chunks of so many."""
+    """Most rows of logits in memory at once: losses and their gradients are computed in chunks of this size."""
     pack: bool = False
-    """Put the sequences of a micro-batch behind one another in one row, each seeing itself alone, in place of padding them to the longest."""
+    """Concatenate the sequences of a micro-batch in one row, masked from each other, instead of padding them."""
     recompute: bool = False
-    """Keep of a stage only its states, and compute its backbone again in the backward pass: less memory, more time."""
+    """Keep only the states of a stage and compute its backbone again in the backward pass: less memory, more time."""
     seed: int = 0
     save_every: int = 200
     keep: int = 2
-    """Checkpoints that stay on disk, beside the best."""
+    """Number of latest checkpoints that stay on disk, in addition to the best one."""
     log_every: int = 10
     validate_every: int = 0
-    """Replay on validation prompts every so many steps, before the first and after the last; 0 is as often as validate_share allows, which the first steps' time decides."""
+    """Steps between two validations (replay on validation prompts); also one before the first and after the last step.
+
+    0 chooses the interval by validate_share from the time that the first steps take.
+    """
     validate_share: float = 0.05
-    """Most of the time that validations between the first and the last step may take, where validate_every is 0."""
+    """Largest share of the time for validations between the first and the last step, if validate_every is 0."""
     validate_prompts: int = 16
     patience: int = 0
     """Validations in a row without a better score after which training ends; 0 never ends it early."""
     max_skipped: int = 10
     """Steps in a row that may be skipped because a loss or a gradient is not finite; one more stops the run."""
     max_skipped_share: float = 0.1
-    """Share of all steps so far that may be skipped, once more than max_skipped were; more stops the run."""
+    """The run stops if more than this share of all steps so far, and more than max_skipped steps, were skipped."""
     precision: str = "bfloat16"
     """bfloat16 keeps fp32 master weights; float32 computes in fp32."""
 
@@ -257,10 +263,14 @@ class TrainConfig:
 
 @dataclass
 class ExportConfig:
-    """Which checkpoint becomes the drafter."""
+    """Which checkpoint is exported as the drafter."""
 
     checkpoint: str = "best"
-    """best has most predicted tokens per second on validation responses, the released weights (step 0) included; last; or the number of a step whose checkpoint is still there."""
+    """best | last | the number of a step whose checkpoint still exists.
+
+    best has the most predicted tokens per second on validation responses. The weights that the training started from
+    (step 0) are a candidate too.
+    """
 
     def __post_init__(self):
         check(
@@ -271,12 +281,12 @@ class ExportConfig:
 
 @dataclass
 class DeepSpeedConfig:
-    """What of DeepSpeed's own configuration a user sets."""
+    """The part of DeepSpeed's configuration that a user sets."""
 
     stage: int = 0
-    """ZeRO: 1 shares out the optimiser over the ranks, 2 the gradients too, 3 the weights too."""
+    """ZeRO: 1 divides the optimiser's states over the ranks, 2 the gradients too, 3 the weights too."""
     offload: bool = False
-    """Keep the optimiser, and at stage 3 the weights, in the memory of the host."""
+    """Keep the optimiser's states, and at stage 3 the weights, in host memory."""
 
     def __post_init__(self):
         check(self.stage in (0, 1, 2, 3), f"deepspeed.stage must be 0, 1, 2 or 3, got {self.stage}")
@@ -288,14 +298,16 @@ class LaunchConfig:
     """How the ranks of a phase are started."""
 
     launcher: str = "auto"
-    """torchrun: on this machine. srun: on every node of the Slurm allocation. hostfile: on its hosts, by DeepSpeed's launcher.
-    auto: the hostfile if there is one, srun in an allocation of several nodes, else torchrun."""
+    """torchrun: on this machine. srun: on every node of the Slurm allocation. hostfile: on its hosts, by DeepSpeed.
+
+    auto: hostfile if one is given; srun in an allocation of several nodes or in the shell of `salloc`; else torchrun.
+    """
     hostfile: str = ""
     """File with a line `name slots=n` for each host; slots are ranks."""
     processes: int = 0
     """Ranks on each node; 0 means one for each accelerator of the node, one on a CPU."""
     threads: int = 0
-    """Threads of a CPU rank; 0 shares the cores out."""
+    """Threads of a CPU rank; 0 divides the cores among the ranks."""
 
     def __post_init__(self):
         launchers = ("auto", "torchrun", "srun", "hostfile")
@@ -311,7 +323,8 @@ class LaunchConfig:
         )
         check(
             not (self.hostfile and self.processes),
-            f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; give one of them",
+            f"launch.processes={self.processes} and the slots of launch.hostfile both say how many ranks a host has; "
+            "give one of them",
         )
 
 
@@ -320,21 +333,29 @@ class EvaluateConfig:
     """Live decoding and replay on test prompts."""
 
     prompts: int = 40
-    """Test prompts that are decoded live, spread over the categories; replay takes all that generate.greedy_prompts has answered."""
+    """Test prompts that are decoded live, spread over the categories. Replay uses all generate.greedy_prompts."""
     max_new_tokens: int = 96
     replay_stages: int = 5
-    """Stages that replay drafts from every position; where a gate may draft on it goes deeper, up to gate.max_stages."""
+    """Stages that replay drafts from every position.
+
+    Where a gate may continue, replay drafts more, up to gate.max_stages.
+    """
     thresholds: list[float] = field(default_factory=lambda: [-0.25, -0.5, -0.75, -1.0])
-    """What replay sweeps."""
+    """Thresholds that replay simulates, and among which gate.threshold=replay chooses."""
     live_thresholds: list[float] = field(default_factory=list)
     """More rows for the table: the trained drafter decoded live at these thresholds too."""
     extra: dict[str, str] = field(default_factory=dict)
     """More drafters for the table: label -> drafter folder, or starter:<name>."""
     single_stages: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6, 8])
-    """Tokens per stage among which replay on validation responses chooses the best single stage, which everything is compared with.
-    Empty compares with the first drafter's own single stage."""
+    """Tokens per stage among which replay on validation responses chooses the best single stage.
+
+    That is the reference of all comparisons. If the list is empty, the first drafter's own single stage is.
+    """
     rows: str = "all"
-    """all: every drafter also with its own single stage, and the trained one at the paper's threshold; short: gated drafters and the best single stage alone."""
+    """all: every drafter also with its own single stage, and the trained one at the paper's threshold.
+
+    short: only gated drafters and the best single stage.
+    """
     bootstrap: int = 2000
     dtype: str = "bfloat16"
     seed: int = 0
@@ -352,11 +373,11 @@ class EvaluateConfig:
 
 @dataclass
 class LogConfig:
-    """Weights & Biases."""
+    """Logging to Weights & Biases."""
 
     project: str = "dloop_train"
     mode: str = "auto"
-    """auto is what WANDB_MODE says, else online with a key and offline without one; or online, offline, disabled."""
+    """auto | online | offline | disabled. auto is WANDB_MODE if set, else online with an API key, else offline."""
 
     def __post_init__(self):
         modes = ("auto", "online", "offline", "disabled")
@@ -365,7 +386,7 @@ class LogConfig:
 
 @dataclass
 class PairConfig:
-    """What a pair's YAML says to other YAMLs (conf/gate/dloop.yaml reads the threshold); checked here, used there."""
+    """Values of a pair's YAML that other YAMLs read: the threshold is for conf/gate/dloop.yaml. Only checked here."""
 
     threshold: float | None = None
 
@@ -379,7 +400,7 @@ class Config:
 
     name: str
     root: Path
-    """Where artifacts live: responses/, greedy/, features/, runs/."""
+    """Folder of all artifacts: responses/, greedy/, features/, runs/."""
     phases: list[str]
     drafter: Any
     """A DrafterConfig (drafters/base.py)."""
@@ -389,7 +410,7 @@ class Config:
     gate: Any
     """A Gate (decoding/gates.py)."""
     rule: Any
-    """A Rule (decoding/rules.py)."""
+    """An AcceptanceRule (decoding/rules.py)."""
     responder: Any
     """A Responder (targets/responders.py)."""
     generate: GenerateConfig
@@ -470,7 +491,7 @@ def from_hydra(tree: DictConfig) -> Config:
 
 
 def require_init(tree: DictConfig) -> None:
-    """Stop where neither a pair's YAML nor the user says which weights the drafter starts from."""
+    """Raise ValueError if neither a pair's YAML nor the user sets drafter.init."""
     if tree["drafter"].get("init"):
         return
     drafter, target = get_class(tree["drafter"]["_target_"]), tree["target"]["name"]
@@ -487,5 +508,6 @@ def require_init(tree: DictConfig) -> None:
     needed = f", and {drafter.needs}" if drafter.needs else ""
     raise ValueError(
         f"{missing}\n  {drafter.family} has pairs for {', '.join(paired) or 'no target'}\n"
-        f"  for {target} set drafter.init=scratch (with train.base_epochs=3 the base recipe comes first), or to a folder or hub id{needed}"
+        f"  for {target} set drafter.init=scratch (with train.base_epochs=3 the base recipe comes first), "
+        f"or to a folder or hub id{needed}"
     )

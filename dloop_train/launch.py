@@ -17,20 +17,20 @@ from dloop_train.ranks import FAILURE, STOPPED, accelerators, die_with_parent
 from dloop_train.runs import write_atomic
 
 PATIENCE = 10
-"""Seconds in which the other ranks may end by themselves when one has failed."""
+"""Seconds that the other ranks have to end by themselves after one has failed."""
 PORTS = range(20000, 30000)
-"""Below what Linux hands out to outgoing connections."""
+"""Ports for the rendezvous, below the range that Linux uses for outgoing connections."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Who runs a phase of several ranks."""
+    """How the ranks of a phase are started, and how many there are."""
 
     launcher: str
     """torchrun | srun | hostfile"""
     nodes: int
     ranks: int
-    """Over all nodes; those of another Slurm node are taken to be as many as here."""
+    """Ranks over all nodes. Every Slurm node is assumed to have as many as this one."""
 
 
 def world(config: Config) -> World:
@@ -48,22 +48,27 @@ def processes(config: Config) -> int:
 
 
 def in_separate_ranks(config: Config) -> bool:
-    """Whether the ranks of a phase are other processes than this one: there are several, or the one may belong elsewhere."""
+    """Whether the ranks of a phase are processes other than this one.
+
+    They are if there are several, or if the launcher is not torchrun, since a single rank may then belong on another
+    machine.
+    """
     found = world(config)
     return found.ranks > 1 or found.launcher != "torchrun"
 
 
 def outside_allocation(launch: LaunchConfig) -> bool:
-    """Whether this process stands outside the allocation where the work belongs: in the shell of `salloc`, on a login node."""
+    """Whether this process runs outside the nodes of its Slurm allocation, as in `salloc`'s shell on a login node."""
     return launcher_of(launch) == "srun" and "SLURMD_NODENAME" not in os.environ
 
 
 def launcher_of(launch: LaunchConfig) -> str:
-    """A hostfile's nodes, the nodes of a Slurm allocation, or this machine alone."""
+    """The launcher to use (torchrun, srun or hostfile). Raises ValueError for srun outside an allocation."""
     if launch.launcher != "auto":
         check(
             launch.launcher != "srun" or "SLURM_JOB_ID" in os.environ,
-            "launch.launcher=srun works inside a Slurm allocation (sbatch or salloc), and SLURM_JOB_ID is not set; leave launch.launcher=auto elsewhere",
+            "launch.launcher=srun works inside a Slurm allocation (sbatch or salloc), and SLURM_JOB_ID is not set; "
+            "leave launch.launcher=auto elsewhere",
         )
         return launch.launcher
     if launch.hostfile:
@@ -73,12 +78,12 @@ def launcher_of(launch: LaunchConfig) -> str:
 
 
 def ranks_of_node(wanted: int) -> int:
-    """Ranks of the node that this is called on: one for each accelerator it may use, one on a CPU."""
+    """Ranks on this node: `wanted` if it is not 0, otherwise one per accelerator, or one on a CPU."""
     return wanted or accelerators() or 1
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host -> ranks, of a file with DeepSpeed's lines: `name slots=n`."""
+    """Host -> ranks, from a file of DeepSpeed's lines `name slots=n`. Raises ValueError for any other line."""
     check(path.is_file(), f"launch.hostfile: there is no {path}; write a line `name slots=n` for each host")
     lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     found = [(line, re.fullmatch(r"(\S+)\s+slots=(\d+)", line)) for line in lines if line]
@@ -88,7 +93,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
-    """Run `rank_main` of a phase on every rank, or `alone` on one of an allocation. ValueError with the first failed rank's own error."""
+    """Run `rank_main` of a phase on every rank, or with `alone` on one rank of an allocation.
+
+    Raises ValueError with the error of the first rank that failed.
+    """
     run = (config.root / "runs" / config.name).absolute()
     failure = run / "failure.txt"
     failure.unlink(missing_ok=True)
@@ -96,13 +104,15 @@ def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
     if launcher_of(config.launch) == "hostfile":
         environment["DS_ENV_FILE"] = str(write_environment(run / "environment", environment))
     if accelerators():
-        torch.accelerator.empty_cache()  # what earlier phases held in this process, torch would keep beside the ranks
+        # torch keeps memory that earlier phases of this process have freed; the ranks need it.
+        torch.accelerator.empty_cache()
     RANKS.process = subprocess.Popen(
         command(config, [str(run / "config.yaml"), phase], alone=alone), env=environment, preexec_fn=die_with_parent
     )
     code = wait(RANKS.process, failure)
     RANKS.process = None
-    if failure.name in os.listdir(run):  # asked of the folder: NFS remembers that a file was not there
+    # List the folder instead of testing for the file: NFS caches that a file did not exist.
+    if failure.name in os.listdir(run):
         error = failure.read_text(encoding="utf-8").rstrip("\n")
         failure.unlink()
         raise ValueError(error)
@@ -115,12 +125,12 @@ def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
 
 @dataclass
 class Ranks:
-    """The ranks that run now, as far as this process knows: whoever starts them for it."""
+    """The launcher process of the ranks that run now, if any. Signal handlers end it through this object."""
 
     process: subprocess.Popen | None = None
 
     def end(self) -> None:
-        """Have them end at once; they write beside and rename, so nothing is left half written."""
+        """End the ranks at once. They write temporary files and rename them, so no file is left half written."""
         if self.process is not None:
             self.process.terminate()
             try:
@@ -133,7 +143,10 @@ RANKS = Ranks()
 
 
 def wait(process: subprocess.Popen, failure: Path) -> int:
-    """The exit code. A node whose ranks wait for one that failed elsewhere is not waited for."""
+    """Wait for the launcher and return its exit code.
+
+    If a rank has failed, the others are ended after PATIENCE seconds, since they may wait for it in a collective.
+    """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(5)
@@ -144,7 +157,7 @@ def wait(process: subprocess.Popen, failure: Path) -> int:
 
 
 def command(config: Config, arguments: list[str], *, alone: bool = False) -> list[str]:
-    """What starts `worker` with these arguments on all ranks, or on one of an allocation."""
+    """The command line that starts `worker` with these arguments on all ranks, or with `alone` on one rank."""
     launcher = launcher_of(config.launch)
     if launcher == "hostfile":
         return hostfile_command(Path(config.launch.hostfile), arguments)
@@ -164,7 +177,10 @@ def command(config: Config, arguments: list[str], *, alone: bool = False) -> lis
 
 
 def srun_command(nodes: int) -> list[str]:
-    """One task on each of so many nodes of the allocation, with all of the node's cores and accelerators; one that fails ends the others."""
+    """The command line of srun for one task on each of `nodes` nodes, with all cores and accelerators of the node.
+
+    A task that fails ends the others.
+    """
     found = [
         "srun",
         f"--nodes={nodes}",
@@ -175,14 +191,14 @@ def srun_command(nodes: int) -> list[str]:
         "--overlap",
         "--export=ALL",
     ]
-    # A job that has its GPUs because it has the whole node (--exclusive) does not hand them to its steps unless they ask.
+    # With --exclusive a job has all GPUs of its nodes, but its steps get them only if they request them.
     if "SLURM_GPUS_ON_NODE" in os.environ and "SLURM_GPUS" not in os.environ:
         found.append(f"--gpus-per-node={os.environ['SLURM_GPUS_ON_NODE']}")
     return found
 
 
 def first_host() -> str:
-    """Where the ranks meet: the allocation's first node, which srun gives SLURM_NODEID 0."""
+    """The host of the rendezvous: the first node of the allocation, to which srun gives SLURM_NODEID 0."""
     listed = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
     )
@@ -190,7 +206,7 @@ def first_host() -> str:
 
 
 def free_port(seed: int) -> int:
-    """The same for the same job as long as nobody else listens there."""
+    """A free port of PORTS, the same for the same seed unless another process uses it."""
     for offset in range(len(PORTS)):
         port = PORTS[(seed + offset) % len(PORTS)]
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -200,12 +216,13 @@ def free_port(seed: int) -> int:
 
 
 def hostfile_command(path: Path, arguments: list[str]) -> list[str]:
-    """DeepSpeed's launcher: over pdsh and ssh where there are several hosts, without either on this one alone."""
+    """The command line of DeepSpeed's launcher. It uses pdsh and ssh unless this machine is the only host."""
     hosts = list(read_hostfile(path))
     here = hosts in (["localhost"], [socket.gethostname()])
     check(
         here or shutil.which("pdsh") is not None,
-        f"{path} names {', '.join(hosts)}, and DeepSpeed reaches other hosts with pdsh, which is not installed; install it, with ssh keys between the hosts",
+        f"{path} names {', '.join(hosts)}, and DeepSpeed reaches other hosts with pdsh, which is not installed; "
+        "install it, with ssh keys between the hosts",
     )
     return [
         sys.executable,
@@ -223,7 +240,10 @@ def hostfile_command(path: Path, arguments: list[str]) -> list[str]:
 
 
 def write_environment(path: Path, environment: dict[str, str]) -> Path:
-    """What DeepSpeed's launcher is to set on the hosts, besides NCCL's and Python's variables. No secrets: they would stand in a command line."""
+    """Write the variables that DeepSpeed's launcher sets on the hosts, besides NCCL's and Python's.
+
+    Names that end with TOKEN or KEY are left out, because the launcher puts the values in a command line.
+    """
     passed = ("DLOOP_", "HF_", "OMP_", "WANDB_", "TRITON_", "TORCH_", "TOKENIZERS_", "GLOO_", "DS_ACCELERATOR")
     names = [name for name in sorted(environment) if name.startswith(passed) and not name.endswith(("TOKEN", "KEY"))]
     write_atomic(path, "".join(f"{name}={environment[name]}\n" for name in names))

@@ -1,4 +1,4 @@
-"""Ranks: who am I, how many are we, sums over all, printing once, and ending together."""
+"""Ranks: rank and world size, reductions over ranks, printing once, and ending all ranks on a failure."""
 
 import ctypes
 import os
@@ -15,13 +15,13 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 STOP = "stop"
-"""A file of this name in the run's folder asks for a checkpoint and a clean end."""
+"""A training saves and ends when a file of this name is in the run's folder."""
 STOPPED = 75
-"""Exit code of ranks that were asked to stop, have saved and want to be started again (EX_TEMPFAIL)."""
+"""Exit code of ranks that saved and stopped on request and are to be started again (EX_TEMPFAIL)."""
 FAILURE = "DLOOP_FAILURE"
-"""Environment variable: the file in which the first rank to fail leaves its cause."""
+"""Environment variable: path of the file to which the first failing rank writes the cause."""
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal that a process gets when its parent dies. A grandchild does not inherit the wish."""
+"""Option of Linux's prctl: the signal that a process gets when its parent dies. Its children do not inherit it."""
 PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
@@ -39,7 +39,10 @@ def world_size() -> int:
 
 
 def accelerators() -> int:
-    """How many this process may use. DeepSpeed goes by DS_ACCELERATOR, so that targets and ranks must too: `cpu` keeps a run off the GPUs."""
+    """Number of accelerators that this process may use.
+
+    DS_ACCELERATOR=cpu keeps a run off the GPUs. DeepSpeed obeys it, so targets and ranks must too.
+    """
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
         return 0
     return torch.accelerator.device_count()
@@ -79,7 +82,7 @@ def barrier() -> None:
 
 
 def peak_memory() -> int:
-    """Most bytes this process has held: of the accelerator's memory where there is one, else of resident memory."""
+    """Peak memory of this process in bytes: on the accelerator if there is one, otherwise resident memory."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":
@@ -94,13 +97,20 @@ def say(text: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Have Linux end this process with its parent, even after kill -9, so that no rank writes on beside the rerun."""
+    """Make Linux end this process when its parent dies, even of kill -9.
+
+    Otherwise a rank that is left over could write files while the command runs again.
+    """
     if PRCTL is not None:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def initialise_distributed(threads: int) -> None:
-    """Process group over the accelerator's backend; gloo on a CPU, without DeepSpeed's compiled shared-memory op."""
+    """Create the process group with the accelerator's backend; on a CPU with gloo.
+
+    On a CPU DeepSpeed's shared-memory op, which would be compiled, is disabled. `threads` are the threads of a CPU
+    rank; 0 divides the cores among the ranks.
+    """
     import deepspeed
     import deepspeed.ops
     from deepspeed.accelerator import get_accelerator
@@ -116,9 +126,9 @@ def initialise_distributed(threads: int) -> None:
 
 
 class OneCause:
-    """A block whose failure ends this rank at once. The first of all ranks to fail says why; those that fail because of it say nothing.
+    """A context in which an exception ends this rank at once. Only the first of all ranks to fail reports its cause.
 
-    A rank that has failed waits for nobody: the others hang in a collective that it has left, until whoever started them ends them.
+    A failed rank does not wait for the others: these block in a collective until the launcher ends them.
     """
 
     def __init__(self, what: str):
@@ -128,7 +138,7 @@ class OneCause:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if not isinstance(error, Exception):  # none, or somebody wants this process to end
+        if not isinstance(error, Exception):  # none, or KeyboardInterrupt or SystemExit
             return
         leave_cause(
             f"{self.what}: {as_text(error)}" + (f"\n(rank {rank()} of {world_size()})" if world_size() > 1 else "")
@@ -139,7 +149,11 @@ class OneCause:
 
 
 def leave_cause(text: str) -> None:
-    """In the file that the command named and only one rank can create; the command shows it last. A rank that was started by hand prints its own."""
+    """Write the cause of a failure to the file that FAILURE names; the command prints it last.
+
+    The file is created exclusively, so that only the first failing rank writes it. Ranks that were started by hand have
+    no such file and print the cause.
+    """
     try:
         if FAILURE in os.environ:
             with open(os.environ[FAILURE], "x", encoding="utf-8") as file:
@@ -147,15 +161,18 @@ def leave_cause(text: str) -> None:
             return
     except FileExistsError:
         return
-    except OSError:  # a full disk is a cause like any other
+    except OSError:  # the file cannot be written, for example on a full disk: print the cause
         pass
     print(f"dloop_train: {text}", file=sys.stderr)
 
 
 def as_text(error: Exception) -> str:
-    """What a user can mend in a sentence, all else with its traceback."""
+    """The text of an error: without a traceback if a user can correct it, otherwise with one."""
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{error}\nout of memory: lower train.micro_batch_size, train.loss_rows or train.origins, or choose a higher deepspeed.stage"
+        return (
+            f"{error}\nout of memory: lower train.micro_batch_size, train.loss_rows or train.origins, "
+            "or choose a higher deepspeed.stage"
+        )
     if isinstance(error, ValueError | OSError):
         return str(error)
     return "".join(traceback.format_exception(error)).rstrip()

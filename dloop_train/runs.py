@@ -1,4 +1,4 @@
-"""Where artifacts live: keys, manifests, writing beside and renaming, "already done"."""
+"""Artifacts on disk: their keys and manifests, whether they are complete, and atomic writes."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ MANIFEST = "manifest.json"
 
 
 def key_of(settings: dict) -> str:
-    """Hash of exactly the settings that shape an artifact."""
+    """Hash of the settings that determine an artifact: 12 hexadecimal digits."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write beside and rename: a reader sees the old file or the whole new one."""
+    """Write a temporary file in the same folder and rename it: a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with open(beside, "w", encoding="utf-8") as file:
@@ -33,7 +33,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Rows of a JSON-lines file. Errors name the line."""
+    """Rows of a JSON-lines file. Raises ValueError with the number of a line that is not JSON."""
     rows = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -46,7 +46,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Forget the last line of a file to which lines are appended, where a kill or a full disk has cut it."""
+    """Remove the last line of an append-only file if it is incomplete, after a kill or on a full disk."""
     with open(path, "r+b") as file:
         if file.seek(0, os.SEEK_END):
             with mmap.mmap(file.fileno(), 0) as held:
@@ -55,7 +55,7 @@ def drop_torn_line(path: Path) -> None:
 
 
 def keep_rows(path: Path, kept: Callable[[dict], bool]) -> None:
-    """Of a file to which rows are appended, those that are kept."""
+    """Rewrite an append-only file with only the rows for which `kept` is true."""
     drop_torn_line(path)
     write_jsonl(path, [row for row in read_jsonl(path) if kept(row)])
 
@@ -84,7 +84,7 @@ class Artifact:
         return (self.folder / MANIFEST).is_file()
 
     def begin(self) -> Path:
-        """The folder to write into; what an interrupted phase left there is kept."""
+        """The folder to write into. Files that an interrupted phase wrote there are kept."""
         self.partial.mkdir(parents=True, exist_ok=True)
         return self.partial
 
@@ -98,7 +98,10 @@ class Artifact:
         os.replace(self.partial, self.folder)
 
     def facts(self) -> dict:
-        """The manifest of a complete artifact; refuses a folder whose settings are not this artifact's."""
+        """The manifest of a complete artifact.
+
+        Raises FileNotFoundError if the artifact is not complete, and ValueError if its manifest has other settings.
+        """
         if not self.complete:
             raise FileNotFoundError(f"{self.folder} does not exist yet; run the phase that makes it first")
         facts = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
@@ -107,7 +110,7 @@ class Artifact:
 
 
 def require_same(found: dict, wanted: dict, where: Path) -> None:
-    """Stop with the fields that differ."""
+    """Raise ValueError that lists the settings that differ."""
     found, wanted = json.loads(json.dumps(found)), json.loads(json.dumps(wanted))
     differ = [
         f"{key}: found {found.get(key)!r}, wanted {wanted.get(key)!r}"

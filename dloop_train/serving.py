@@ -16,7 +16,7 @@ from dloop_train.targets.target import Target
 
 
 class LoopedModel:
-    """A target with a loop-aware drafter in front of it. Its output is the target's own: greedy, or drawn at a temperature."""
+    """A target with a loop-aware drafter. Its output is exactly the target's, greedy or sampled at a temperature."""
 
     def __init__(self, target: Target, drafter: Drafter, gate: Gate, config: TargetConfig):
         self.target, self.drafter, self.gate, self.config = target, drafter, gate, config
@@ -28,7 +28,10 @@ class LoopedModel:
     def emissions(
         self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0, plain: bool = False
     ) -> Iterator[Emission]:
-        """Rounds that continue `ids`, as they are decoded; `plain` leaves the drafter out. Above temperature 0 another seed gives another text."""
+        """Yield the rounds that continue `ids` as they are decoded.
+
+        `plain` decodes without the drafter. Above temperature 0 another seed gives another text.
+        """
         drafter, gate = (None, Never()) if plain else (self.drafter, self.gate)
         return decode(
             self.target,
@@ -42,7 +45,7 @@ class LoopedModel:
     def tokens(
         self, ids: list[int], *, max_new_tokens: int = 512, temperature: float = 0.0, seed: int = 0
     ) -> Iterator[int]:
-        """Token ids that continue `ids`, as they become certain."""
+        """Yield the token ids that continue `ids`, after the verification of each round."""
         for emission in self.emissions(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed):
             yield from emission.tokens
 
@@ -67,7 +70,7 @@ def load(
 ) -> LoopedModel:
     """An exported drafter and its target (a name of conf/target/, or a TargetConfig), ready to stream.
 
-    The gate's threshold is the export's own unless one is given.
+    The gate's threshold is the export's unless one is given. Raises ValueError if there is neither.
     """
     folder = Path(folder)
     config = build(option("target", target), TargetConfig, "target") if isinstance(target, str) else target
@@ -75,7 +78,8 @@ def load(
     section = read_config(folder).get(SECTION)
     check(
         threshold is not None or (section or {}).get("threshold") is not None,
-        f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. Pass threshold= to loop it all the same",
+        f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. "
+        "Pass threshold= to loop it all the same",
     )
     section = section or {}
     drafter = (
@@ -98,7 +102,7 @@ def load(
 
 
 def settings_for(folder: Path, section: dict) -> DrafterConfig:
-    """Settings of the family that a checkpoint belongs to, as its own conf YAML gives them."""
+    """The settings of a checkpoint: the YAML of its family, with the values of the checkpoint and of its `section`."""
     family = layout_of(read_config(folder), folder).FAMILY
     values, shape = option("drafter", family), read_shape(folder)
     if shape.alignment:

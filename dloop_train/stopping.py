@@ -1,4 +1,4 @@
-"""Stopping: what signals do to the command - save and stop where the time limit is near, end at once where it is over."""
+"""Stopping: the signal handlers. SIGUSR1 saves and stops before a time limit, SIGTERM ends at once."""
 
 import contextlib
 import os
@@ -13,26 +13,32 @@ from dloop_train.ranks import STOP, STOPPED, say
 from dloop_train.runs import write_atomic
 
 SAVING = ("train",)
-"""Phases whose ranks look for the file STOP in the run folder, in every step. The others go on from the last batch, shard or response on disk, so they may end at any moment."""
+"""Phases whose ranks look for the file STOP in the run folder in every step.
+
+The others continue from the last batch, shard or response on disk, so they may end at any moment.
+"""
 
 
 @dataclass
 class Stopping:
-    """SIGUSR1: stop so that the same command goes on later; the exit code is STOPPED then. SIGTERM: end."""
+    """The handlers of the signals that end a command.
+
+    SIGUSR1 stops it with exit code STOPPED, so that the same command can continue later. SIGTERM ends it.
+    """
 
     folder: Path
-    """Of the run."""
+    """The run's folder."""
     phase: str = ""
     asked: bool = False
 
     def listen(self) -> None:
-        (self.folder / STOP).unlink(missing_ok=True)  # of a run that was stopped before
+        (self.folder / STOP).unlink(missing_ok=True)  # left over from an earlier stop
         signal.signal(signal.SIGUSR1, self.on_stop)
         signal.signal(signal.SIGTERM, self.on_end)
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A phase, after which a command that was asked to stop ends."""
+        """The context of a phase. If a stop was requested in it, the command ends after the phase."""
         self.phase = phase
         yield
         if self.asked:
@@ -53,7 +59,10 @@ class Stopping:
         os._exit(128 + number)
 
     def leave(self) -> None:
-        """At once: nobody waits for threads of the phase, and what it has not yet renamed is not there."""
+        """Exit with STOPPED at once, without waiting for threads of the phase.
+
+        A file that is not yet renamed to its final name does not count as written.
+        """
         (self.folder / STOP).unlink(missing_ok=True)
         say(f"dloop_train: {self.phase}: stopped as asked; the same command goes on from what is on disk")
         sys.stdout.flush()

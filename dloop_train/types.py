@@ -1,29 +1,29 @@
-"""The values that travel between the parts, and the letters of their shapes.
+"""Types: the values that modules pass to each other, and the letters of their shapes.
 
 B  sequences of a batch          T  tokens of a sequence        L  tapped target layers
 N  branches: in training and replay the origins of a sequence, in decoding the round being drafted
 D  hidden size                   V  vocabulary                  H  heads, G key/value heads, E head size
-F  width of a feature row: L * D for taps, other layouts in Reads
+F  width of a feature row: L * D for taps, other layouts in FeatureSpec
 W  slots of one drafter pass     k  tokens drafted per stage    P  tokens a branch has drafted so far
 R  rows picked out of [B, N, k]
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """Which of the target's states a drafter reads. A feature row holds them side by side, in this order."""
+    """The states of the target that a drafter reads. A feature row is their concatenation, in this order."""
 
     taps: tuple[int, ...] = ()
     """Outputs of these decoder layers."""
     shared_kv: bool = False
-    """Keys and values, behind their norms and RoPE, of the target's last sliding layer and of its last full one."""
+    """Keys and values of the target's last sliding-window and last full-attention layer, after norms and RoPE."""
     last_hidden: bool = False
-    """What the lm_head reads (after the final norm)."""
+    """The last hidden state after the final norm, which the lm_head reads."""
 
     def width(self, target: "TargetSpec") -> int:
         """Numbers in a feature row."""
@@ -39,12 +39,12 @@ class SharedKV:
     groups: int
     size: int
     window: int | None
-    """Tokens that a query sees, itself included; None in a layer of full attention."""
+    """Tokens that a query attends to, itself included; None in a layer of full attention."""
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What others must know of a target: sizes, special ids and where its features come from."""
+    """The facts about a target that other modules need: sizes, special ids and the source of its features."""
 
     name: str
     revision: str
@@ -56,7 +56,7 @@ class TargetSpec:
     text_config: dict
     """The target's own text config as plain values; a drafter from scratch takes its layer sizes from it."""
     shared_kv: tuple[SharedKV, ...] = ()
-    """The last sliding and the last full layer; the last full layer twice where no layer slides."""
+    """The last sliding-window and the last full-attention layer; if none has a window, the last layer twice."""
     embed_scale: float = 1.0
     """Gemma multiplies its embeddings by sqrt(D)."""
     softcap: float | None = None
@@ -71,17 +71,17 @@ class Sample:
     tokens: Tensor  # [T] int64
     loss_mask: Tensor  # [T] bool, true on the response and its end token
     features: Tensor  # [T, F] the states that the drafter reads
-    last_hidden: Tensor  # [T, D] what the target's lm_head reads (after the final norm)
+    last_hidden: Tensor  # [T, D] input of the target's lm_head (after the final norm)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a drafter may read of the target: rows [start, start + T) of the text."""
+    """The target's features that a drafter may read: rows [start, start + T) of the text."""
 
-    tokens: Tensor  # [B, T + 1] ids of these positions and of the one after them (a chain pairs row p with token p + 1)
+    tokens: Tensor  # [B, T + 1] ids of these rows and of the next one: a chain pairs row p with token p + 1
     features: Tensor  # [B, T, F]
     start: int = 0
-    first: Tensor | None = None  # [B, T] where several documents stand in one row: the row that each one's begins at
+    first: Tensor | None = None  # [B, T] if sequences are packed: the row at which the document of each row begins
 
 
 @dataclass(frozen=True)
@@ -92,34 +92,44 @@ class KV:
     values: Tensor
 
 
+class BranchMask(Protocol):
+    """Which context rows each branch may attend to (drafters/attention.py has the implementation)."""
+
+    def select_branches(self, branches: "int | Tensor") -> "BranchMask":
+        """The mask of the first `branches` branches, or of those with these indices."""
+
+
 @dataclass(frozen=True)
 class DraftState:
-    """A draft under way. The context is shared by the branches; a branch sees it from its document's first row to the one before its origin."""
+    """The state of a draft between two stages.
 
-    context: tuple[KV, ...]  # one a layer
-    own: tuple[KV, ...] | None  # one a layer; what the branch drafted itself
-    context_mask: Any  # the branches' attention.Sight
+    All branches share the context. A branch attends to it from the first row of its document to the row before its
+    origin.
+    """
+
+    context: tuple[KV, ...]  # one per layer
+    own: tuple[KV, ...] | None  # one per layer, for the branch's own states; None if it has none
+    context_mask: BranchMask
     origin: Tensor  # [B, N] row of the anchor of the first stage
-    first: Tensor  # [B, N] row of the branch's document at which positions begin to count
+    first: Tensor  # [B, N] row at which the branch's document begins, its position 0
     position: Tensor  # [B, N] position of the anchor of the next stage, in its document
-    hidden: (
-        Tensor | None
-    )  # [B, N, W, D] hidden states of the last stage; for a chain before its first stage the projected features
+    # [B, N, W, D] hidden states of the last stage; for a chain before its first stage the projected features
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True)
 class DraftStage:
-    """One drafting stage: k tokens a branch."""
+    """One drafting stage: k tokens per branch."""
 
     hidden: Tensor  # [B, N, W, D] the final layer's output, before the final norm
-    predicts: slice  # the k slots whose hidden states say the drafted tokens
+    predicts: slice  # the k slots whose hidden states predict the drafted tokens
     state: DraftState  # for the next stage
-    tokens: Tensor | None = None  # [B, N, k] what `choose` said on the way (chains)
+    tokens: Tensor | None = None  # [B, N, k] the tokens that `choose` returned between the passes (chains)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a stage should have said, slot by slot."""
+    """The tokens that a stage should predict, slot by slot."""
 
     tokens: Tensor  # [B, N, k]
     teacher: Tensor  # [B, N, k, D] the target's post-norm hidden state one position earlier
@@ -138,20 +148,23 @@ class StageLoss:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft - verify - commit of decoding; a report is made of nothing but these."""
+    """One round of decoding: draft, verify, commit. Decoding is reported from these values."""
 
     stages: int
     drafted: int
     accepted: int
-    """Drafted tokens that the target confirmed, also past a stop token or the length limit (tau counts the last round whole)."""
+    """Drafted tokens that the target accepted, including those after a stop token or the length limit.
+
+    tau counts the last round completely.
+    """
     emitted: int
     """Tokens that this round added to the text."""
     scores: tuple[float, ...]
     """Gate score of each stage: summed log-probability of its k tokens."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """draft_first, draft_more, gate, verify, commit."""
+    """By part: draft_first, draft_more, gate, verify, commit."""
 
     def drafted_by(self, tokens: int) -> list[int]:
-        """The stage (from 1) that drafted each of so many emitted tokens; 0 for the target's own, a corrected one or a bonus."""
+        """The stage (from 1) that drafted each of the first `tokens` emitted tokens; 0 for the target's own token."""
         k = self.drafted // max(self.stages, 1)
         return [number // k + 1 if number < self.accepted else 0 for number in range(tokens)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Install dloop_train into .venv beside the code, with the tested versions. A second run does nothing until they change.
-#   PYTHON   the interpreter that makes .venv (default python3; 3.11 or newer)
-# Where packages come from is pip's own business (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL, ...).
+# Install dloop_train into .venv beside the code, in the tested versions. Later runs do nothing unless these change.
+#   PYTHON   the interpreter that creates .venv (default python3; 3.11 or newer)
+# pip's own variables set the source of the packages (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL, ...).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
@@ -21,7 +21,7 @@ if ! "$python" -m pip --version >/dev/null 2>&1; then
     fi
 fi
 
-# The stamp: what was installed (the declared and the pinned versions), where from.
+# The stamp is a hash of the declared and the pinned versions and of this folder's path: what was installed last.
 wanted="$("$python" - "$root" <<'PY'
 import hashlib
 import sys

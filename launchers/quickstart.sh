@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a report on a CPU: install, then the quickstart experiment. Arguments go to it (train.steps=50 ...).
+# Install, then run the quickstart experiment on a CPU. Arguments are its settings (train.steps=50 ...).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$root/launchers/install.sh"

@@ -1,7 +1,11 @@
-"""Shared by the tests: tiny targets (random, and trained for a moment so that drafts get accepted) and drafters in float64."""
+"""Shared by the tests: tiny targets (random, or briefly trained) and drafters in float64.
+
+The briefly trained target accepts drafts of a drafter that is trained on its texts.
+"""
 
 import os
 
+# Set before the imports below, some of which read these variables once.
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -30,7 +34,7 @@ torch.set_num_threads(1)
 
 
 class Wide:
-    """torch, but where a module casts to fp32 it casts to fp64."""
+    """Stands in for torch in a module, so that casts to fp32 go to fp64 instead."""
 
     float32 = torch.float64
 
@@ -39,7 +43,11 @@ class Wide:
 
 
 class Watch(TorchDispatchMode):
-    """Counts what is allocated: all elements, and of tensors as wide as a vocabulary their rows and how many elements live at once."""
+    """Counts the elements of allocated tensors.
+
+    Of tensors as wide as a vocabulary (`widths`) it also keeps the largest number of rows (`rows`) and the largest
+    number of elements alive at once (`peak`). Tensors with a number of rows in `heights` are left out.
+    """
 
     def __init__(self, widths=(), heights=()):
         super().__init__()
@@ -59,9 +67,8 @@ class Watch(TorchDispatchMode):
             if storage.cdata in known:
                 continue
             self.elements += made.numel()
-            if (
-                made.dim() == 2 and made.shape[1] in self.widths and made.shape[0] not in self.heights
-            ):  # not a table or its gradient
+            # `heights` are those of weight tables, so that tables and their gradients are not counted as logits.
+            if made.dim() == 2 and made.shape[1] in self.widths and made.shape[0] not in self.heights:
                 self.rows = max(self.rows, made.shape[0])
                 self.living[storage.cdata] = storage, made.numel()
         self.peak = max(self.peak, self.alive())
@@ -74,12 +81,18 @@ class Watch(TorchDispatchMode):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Qwen3.5's delta rule and its gated norm compute in fp32 whatever the model's dtype, and round differently by chunks and by tokens."""
+    """Run Qwen3.5's delta rule and gated norm in fp64.
+
+    They compute in fp32 whatever the model's dtype, and round differently for chunks and for single tokens.
+    """
     monkeypatch.setattr(modeling_qwen3_5, "torch", Wide())
 
 
 def gemma4_layers(shape):
-    """The same drafter with Gemma 4's layers: sandwich norms, k = v, a head in which a quarter turns, a target with scaled embeddings and bounded logits."""
+    """The same shape with Gemma 4's layers, for a target with scaled embeddings and a logit softcap.
+
+    The layers have sandwich norms, values equal to keys, and rotary positions in a quarter of each head.
+    """
     gemma4 = dict(
         architecture="gemma4",
         head_dim=16,
@@ -135,13 +148,16 @@ VARIANTS = {
     "mtp_assistant": ("mtp_assistant", ASSISTANT),
     "mtp_assistant-bonus": ("mtp_assistant", ASSISTANT | {"draft_position": "bonus", "layers": 3}, first_layer_slides),
 }
-"""(family, settings, what is done to its shape): at least one for every drafter YAML (checked in test_drafters.py) and kind of layer."""
+"""(family, settings, changes to the shape).
+
+There is at least one for every drafter YAML (checked in test_drafters.py) and for every kind of layer.
+"""
 
 TAPS = [0, 1, 3]
 
 
 def composed(*overrides: str):
-    """The Config that the command line would give."""
+    """The Config of a command line with these overrides."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         tree = compose("config", overrides=["name=test", *overrides])
     with open_dict(tree):
@@ -152,7 +168,10 @@ PAIRS = sorted(file.stem for file in CONF.glob("pair/*.yaml"))
 
 
 def pair_of(name: str) -> list[str]:
-    """The overrides that choose a pair's YAML. One drafter's name may begin another's: the longest that fits is meant."""
+    """The overrides that choose a pair's YAML.
+
+    A drafter's name may be a prefix of another's, so the longest name that matches is taken.
+    """
     drafter = max((file.stem for file in CONF.glob("drafter/*.yaml") if name.startswith(f"{file.stem}_")), key=len)
     return [f"+drafter={drafter}", f"+target={name.removeprefix(f'{drafter}_')}"]
 
@@ -163,7 +182,7 @@ def tiny_config(**changes) -> TargetConfig:
 
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
-    """Random weights, float64."""
+    """A tiny target with random weights, in float64."""
     return load_target(tiny_config(), dtype="float64", device="cpu")
 
 
@@ -173,7 +192,10 @@ def taught_target() -> Target:
 
 
 def teach(name: str) -> Target:
-    """A tiny target trained for a moment on counting texts: its greedy continuations are regular, so that drafters can learn them."""
+    """A tiny target, briefly trained on counting texts, in float64.
+
+    Its greedy continuations are regular, so that drafters can learn them.
+    """
     target = load_target(build(option("target", name), TargetConfig, "target"), dtype="float32", device="cpu")
     model = target.model.train().requires_grad_(True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -206,14 +228,17 @@ def shape_of(variant: str, target: Target):
 
 
 def head_for(shape, target: Target) -> TargetHead:
-    """The target's head, with the scales that a Gemma 4 shape wants of it."""
+    """The target's head, with the embedding scale and softcap of the shape if it has them (Gemma 4)."""
     head = TargetHead.of(target)
     head.embed_scale, head.softcap = shape.head_scales or (head.embed_scale, head.softcap)
     return head
 
 
 def make_drafter(variant: str, target: Target, *, seed: int = 0, dtype=torch.float64, shape=None):
-    """A randomly initialised drafter of a variant (or of another shape in its family), its norms shaken so that each of them matters."""
+    """A randomly initialised drafter of a variant, or of another shape in its family.
+
+    Norm weights are random too, so that each norm influences the results.
+    """
     config = settings_of(variant)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -244,7 +269,7 @@ def drafter(variant, tiny_target):
 
 @pytest.fixture
 def text(variant, tiny_target):
-    """Random ids and what the drafter reads of the target on them: tokens [2, 25] and features [2, 24, F]."""
+    """Random tokens [2, 25], and the target's features [2, 24, F] and last hidden states [2, 24, D] on them."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(60, 240, (2, 25), generator=generator)
     output = tiny_target.read(tokens[:, :-1], feature_spec=shape_of(variant, tiny_target).feature_spec)
@@ -252,7 +277,7 @@ def text(variant, tiny_target):
 
 
 def processes_of(root: Path, module: str = "dloop_train.worker") -> list[int]:
-    """Processes that run a module for a run below `root`: its ranks, or what started them."""
+    """Ids of processes that run `module` for a run below `root`; by default its ranks."""
     found = [
         line.split()
         for line in subprocess.run(

@@ -1,7 +1,8 @@
-"""A simulated CUDA device: real CPU tensors that say they are on cuda:0, and errors where the real ones would meet a tensor of the other device.
+"""A simulated CUDA device: CPU tensors that report cuda:0, and errors where devices are mixed.
 
-A tensor lives where its storage was made. Inside `Simulated()` a device argument of cuda makes a storage there, what is computed lives where its
-inputs do, and every operation looks whether these agree, by CUDA's rules. One thread at a time; what is compiled is not simulated.
+A tensor's simulated device is recorded at its storage. Inside `simulated()` a device argument of cuda records cuda:0
+for the new storage, and results get the device of their inputs. Every operation checks that its inputs are on one
+device, by CUDA's rules. Only one thread is supported, and compiled code is not simulated.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ ANYWHERE = (aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, 
 
 
 class WrongDevice(RuntimeError):
-    """What a GPU would have said."""
+    """The error that a GPU would raise."""
 
 
 def storage_of(tensor: Tensor):
@@ -31,7 +32,7 @@ def storage_of(tensor: Tensor):
 
 
 def place_of(tensor: Tensor) -> torch.device | None:
-    """Where a tensor lives; None for what an operation made inside itself, which belongs where it is used."""
+    """Simulated device of a tensor; None for one made inside an operation, which may be used on any device."""
     return REAL["device"].__get__(tensor) if tensor.is_meta else getattr(storage_of(tensor), "place", HERE)
 
 
@@ -41,7 +42,7 @@ def put(tensor: Tensor, place: torch.device | None) -> Tensor:
 
 
 def moved(tensor: Tensor, *args, **keywords) -> Tensor:
-    """Tensor.to"""
+    """Replacement for Tensor.to."""
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
     copy = keywords.pop("copy", False)
@@ -60,7 +61,7 @@ def moved(tensor: Tensor, *args, **keywords) -> Tensor:
 
 
 def tensor(data, *, device=None, **keywords) -> Tensor:
-    """torch.tensor"""
+    """Replacement for torch.tensor."""
     made = REAL["tensor"](data, **keywords)
     return made if device is None else moved(made, device)
 
@@ -68,13 +69,17 @@ def tensor(data, *, device=None, **keywords) -> Tensor:
 def as_array(tensor: Tensor, **keywords):
     if place_of(tensor) == THERE:
         raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            "can't convert cuda:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
         )
     return REAL["numpy"](tensor, **keywords)
 
 
 def common_place(function, tensors: list[Tensor], args) -> torch.device | None:
-    """Where the inputs live. A scalar of the CPU may stand beside tensors of the GPU, and an index of the CPU picks from them."""
+    """Device of the inputs; WrongDevice if they are on different ones.
+
+    As in CUDA, a CPU scalar may be combined with GPU tensors, and a CPU index tensor may index them.
+    """
     if function in INDEXED:
         indices = [each for each in args[1] if each is not None and place_of(each) == HERE]
         tensors = [each for each in tensors if not any(each is index for index in indices)]
@@ -91,7 +96,7 @@ def common_place(function, tensors: list[Tensor], args) -> torch.device | None:
 
 
 class Operations(TorchDispatchMode):
-    """Looks at every operation, also of a backward pass and inside composite ones."""
+    """Checks every operation, including those of a backward pass and inside composite operations."""
 
     def __torch_dispatch__(self, function, types, args=(), keywords=None):
         keywords = dict(keywords or {})
@@ -103,7 +108,7 @@ class Operations(TorchDispatchMode):
             place, keywords["device"] = THERE, HERE
         elif function is aten.lift_fresh.default:  # torch.tensor, torch.frombuffer
             place = HERE
-        elif not tensors:  # with this argument where Python asked, without it inside a composite operation
+        elif not tensors:  # calls from Python pass pin_memory, those inside a composite operation do not
             place = HERE if "pin_memory" in keywords else None
         else:
             place = common_place(function, tensors, args)
@@ -118,7 +123,7 @@ class Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def simulated():
-    """A machine with one GPU."""
+    """Simulate a machine with one GPU."""
     patches = {
         "device": property(lambda self: place_of(self) or HERE),
         "is_cuda": property(lambda self: place_of(self) == THERE),
@@ -128,7 +133,7 @@ def simulated():
         "cuda": lambda self, device=None, **form: moved(self, "cuda", **form),
     }
     if torch.cuda.is_available():
-        torch.cuda.init()  # once, and C++ would take ours for it
+        torch.cuda.init()  # C++ calls _lazy_init only once, and would call the patched one below
     with contextlib.ExitStack() as stack:
         for name, patch in patches.items():
             stack.enter_context(mock.patch.object(Tensor, name, patch, create=True))

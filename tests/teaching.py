@@ -1,4 +1,4 @@
-"""Teach a tiny drafter on the texts of the taught target for a moment, with the project's own Unroll."""
+"""Trains tiny drafters briefly on texts of the taught target, with the project's own Unroll."""
 
 import torch
 from conftest import make_drafter
@@ -28,7 +28,10 @@ def counting_batch(target, feature_spec, count=12, length=32):
 
 
 def taught_drafter(variant, target):
-    """A drafter in float64 that the taught target accepts now and then. One that learns through lent keys alone needs longer."""
+    """A drafter in float64 of which the taught target accepts some drafts.
+
+    An assistant needs more steps, because it attends only to the target's keys and values.
+    """
     steps = 150 if variant.startswith("mtp_assistant") else 60
     drafter = make_drafter(variant, target)
     unroll, batch = Unroll(drafter, Terms(2), max_rows=1000), counting_batch(target, drafter.shape.feature_spec)

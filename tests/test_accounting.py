@@ -1,4 +1,4 @@
-"""Laws of the accounting: its products are those of a real step, its memory what a real step holds, its expectations the mean of many draws."""
+"""Tests of the accounting: FLOPs and memory match real steps, expected counts the mean of many draws."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ ONE_OF_EACH = ("dflash-sliding", "domino-shifted", "dspark-vanilla", "eagle3-red
 
 
 def counted(variant, target, terms, *, recompute=False):
-    """Products of a step by the accounting and by watching it: forward alone, and both."""
+    """FLOPs of a step as (forward, forward and backward), by the accounting and as measured in a real step."""
     drafter = make_drafter(variant, target)
     batch = counting_batch(target, drafter.shape.feature_spec, count=2)
     origins = draw_origins(batch, drafter.k, count=6, depth_exposure=terms.depth_exposure, seed=0, epoch=0)
@@ -66,7 +66,10 @@ def counted(variant, target, terms, *, recompute=False):
     ],
 )
 def test_products_are_those_of_a_real_step(variant, terms, tiny_target):
-    """To the last FLOP; but an assistant's last pass feeds back what nobody reads, and its first is fed what has no gradient."""
+    """The FLOPs are exactly equal, except for an assistant.
+
+    The state that its last pass feeds back is not read, and the input of its first pass has no gradient.
+    """
     accounted, seen = counted(variant, tiny_target, terms)
     assert accounted[0] == seen[0]
     assert accounted[1] == pytest.approx(seen[1], rel=0.015 if variant.startswith("mtp_assistant") else 0)
@@ -74,7 +77,7 @@ def test_products_are_those_of_a_real_step(variant, terms, tiny_target):
 
 @pytest.mark.parametrize("variant", ["dflash-shifted", pytest.param("eagle3-deepspec", marks=pytest.mark.slow)])
 def test_stages_computed_again_cost_their_forward(variant, tiny_target):
-    """Nearly: what a stage computes behind the last tensor that is needed is not computed again."""
+    """The FLOPs agree approximately, because recomputation of a stage stops at the last tensor that is needed."""
     accounted, seen = counted(variant, tiny_target, Terms(3), recompute=True)
     assert (
         accounted[1] == pytest.approx(seen[1], rel=0.03)
@@ -91,7 +94,10 @@ def test_stages_computed_again_cost_their_forward(variant, tiny_target):
     ],
 )
 def test_memory_is_what_a_real_step_holds(family, precision):
-    """Within a quarter, at SmolLM2's size: all, and what an unrolled step adds to what is there between two steps."""
+    """At SmolLM2's size the accounted memory is within a quarter of the measured.
+
+    This holds for the peak, and for what an unrolled step adds to the memory in use between two steps.
+    """
     wide = ["drafter.width=8"] if family in ("dflash", "domino", "dspark") else ["drafter.tokens_per_stage=7"]
     wanted = arguments(
         [
@@ -123,7 +129,7 @@ def test_memory_is_what_a_real_step_holds(family, precision):
 
 
 def test_expected_counts_are_the_mean_of_many_draws(tiny_target):
-    """Of long responses, whose origins all have room for every stage."""
+    """The responses are so long that all origins have room for every stage."""
     drafter, terms = make_drafter("dflash-shifted", tiny_target), Terms(3)
     long = TextBatch(
         ("a", "b"),
@@ -143,7 +149,7 @@ def test_expected_counts_are_the_mean_of_many_draws(tiny_target):
 
 
 def test_origins_by_the_thousand_are_counted():
-    """The largest of several binomial draws, as exact integers have it; of one draw it is the mean."""
+    """The expected largest of several binomial draws equals exact arithmetic; of one draw it is the mean."""
 
     def exactly(sequences, origins, third=Fraction(1, 3)):
         below, most = Fraction(0), Fraction(0)
@@ -171,7 +177,10 @@ def test_passes_of_the_loss_placements():
 
 
 def test_zero_shares_out_what_its_stage_says():
-    """Per parameter, while a graph stands: 2 bytes of weight, 4 + 8 of master weight and moments, and 4 of gradient where DeepSpeed's optimiser has a place for it."""
+    """Bytes per parameter while a graph exists: 2 of weight, 4 + 8 of master weight and moments, and 4 of gradient.
+
+    Gradients count where DeepSpeed's optimiser has a buffer for them.
+    """
 
     def held(stage, precision="bfloat16", offload=False):
         states = states_of(
@@ -185,7 +194,7 @@ def test_zero_shares_out_what_its_stage_says():
 
 
 def all_tensors():
-    """Of this process. Whoever keeps them keeps their addresses from being used again."""
+    """All CPU tensors of this process. While the list is kept, their addresses are not used again."""
     gc.collect()
     return [
         each
@@ -199,13 +208,12 @@ def storages(tensors):
 
 
 def states_held(root, cases):
-    """Bytes by the accounting and of a rank's engine: between two steps, and when most is held."""
+    """For each case, peak bytes of a step on this rank: by the accounting, and as measured in its engine."""
     engine.BUCKET = 200_000  # a quarter of the drafter
     target, found = load_target(tiny_config(), dtype="float32", device="cpu"), []
     shape = shape_of("dflash-shifted", target)
-    shape = replace(
-        shape, layers=tuple(replace(layer, intermediate_size=4096) for layer in shape.layers)
-    )  # many weights, few rows
+    # Many weights and few rows, so that most of the memory is that of weights, gradients and optimiser.
+    shape = replace(shape, layers=tuple(replace(layer, intermediate_size=4096) for layer in shape.layers))
     for number, (stage, precision, micro_batches) in enumerate(cases):
         source = Samples(target, shape.feature_spec)
         aside = all_tensors()
@@ -264,7 +272,10 @@ ENGINES = [
     "cases", [[(1, "bfloat16", 2)], pytest.param(ENGINES, marks=pytest.mark.slow)], ids=["one", "all"]
 )
 def test_weights_gradients_and_optimiser_are_what_the_engine_holds(cases, tmp_path):
-    """Of each rank, within a twelfth; most of a step's memory where the drafter is large and the batch small."""
+    """The accounted bytes are within a twelfth of the measured ones on every rank.
+
+    Weights, gradients and optimiser are most of a step's memory here: the drafter is large and the batch small.
+    """
     for ranks in on_ranks(2, states_held, tmp_path, cases):
         for case, (accounted, held) in zip(cases, ranks, strict=True):
             assert accounted == pytest.approx(held, rel=1 / 12), case

@@ -1,4 +1,4 @@
-"""Chat: the prompt ids of generating, caching, evaluating and serving are one and the same, under every target's own template."""
+"""Tests of chat prompts: all phases and serving use the same prompt ids, with every target's template."""
 
 import os
 from pathlib import Path
@@ -16,22 +16,30 @@ from dloop_train.targets import bytes_tokenizer
 from dloop_train.targets.bytes_tokenizer import byte_tokenizer
 
 QWEN3 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 LLAMA31 = (
-    "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}<|eot_id|>"
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}"
+    "{% set messages = messages[1:] %}{% endif %}<|eot_id|>"
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 QWEN35 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{% endif %}"
 )
 GEMMA4 = (
-    "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<turn|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn>model\n{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n"
+    "{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
 )
 RESTATED = {
     "qwen3_4b": QWEN3,
@@ -41,10 +49,13 @@ RESTATED = {
     "qwen35_9b": QWEN35,
     "gemma4_12b": GEMMA4,
 }
-"""What the hub's templates make of conversations without tools. The test against the real texts holds them to it;
-QWEN35 and GEMMA4 were written from descriptions and have not been held to it yet."""
+"""Templates that give the same prompts as the hub's for conversations without tools.
+
+test_restated_template_is_the_real_one compares them with the hub's templates where these are available. QWEN35 and
+GEMMA4 were written from descriptions and have not been compared yet.
+"""
 THOUGHTLESS = {QWEN3: "</think>\n\n", QWEN35: "</think>\n\n", GEMMA4: "<channel|>"}
-"""How a prompt ends where thinking is switched off."""
+"""The end of a prompt with thinking switched off, by template."""
 HUB = sorted(
     path.stem
     for path in (CONF / "target").glob("*.yaml")
@@ -70,7 +81,10 @@ def config_of(target: str) -> TargetConfig:
 
 
 def rendered(target: str, template: str, messages) -> str:
-    """Text of the prompt ids under a template; bytes stand for the tokenizer, which the template does not know."""
+    """Text of the prompt ids with a template.
+
+    A byte tokenizer replaces the target's, since the template does not depend on the tokenizer.
+    """
     tokenizer = byte_tokenizer(2)
     tokenizer.bos_token = "<|begin_of_text|>"
     tokenizer.chat_template = template
@@ -78,7 +92,10 @@ def rendered(target: str, template: str, messages) -> str:
 
 
 def real_template(target: str) -> str:
-    """The template that stands in the hub's repository: a file in $DLOOP_TEMPLATES, or the hub's local cache."""
+    """The template of the hub's repository, from a file in $DLOOP_TEMPLATES or from the hub's local cache.
+
+    Without either, the test is skipped.
+    """
     file = Path(os.environ.get("DLOOP_TEMPLATES", "")) / f"{target}.jinja"
     if "DLOOP_TEMPLATES" in os.environ and file.is_file():
         return file.read_text()
@@ -99,9 +116,8 @@ def test_every_hub_target_is_restated():
 def test_restated_template_is_the_real_one(target):
     real = real_template(target)
     for messages in CONVERSATIONS:
-        plain = [
-            m | {"content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages
-        ]  # past thoughts are dropped by Qwen's
+        # Qwen's templates drop the thinking of earlier answers.
+        plain = [m | {"content": m["content"].split("</think>")[-1].lstrip("\n")} for m in messages]
         expected = rendered(target, RESTATED[target], plain if target.startswith("qwen") else messages)
         assert rendered(target, real, messages) == expected
 
@@ -135,7 +151,7 @@ def test_llama_has_one_bos_and_a_date_that_stands_still():
 
 @pytest.mark.parametrize("target", HUB)
 def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
-    """generate -> cache -> evaluate's responses, and serving, on the tiny target speaking through this target's template."""
+    """generate, cache, evaluate and serving use the same prompt ids, on the tiny target with each template."""
     monkeypatch.setattr(bytes_tokenizer, "TEMPLATE", RESTATED[target])
     thinking = config_of(target).thinking
     config = composed(
@@ -171,7 +187,7 @@ def test_all_phases_read_the_same_prompt_ids(target, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("template", THOUGHTLESS)
 def test_a_template_of_another_mode_gives_other_ids(template):
-    """The thinking switch must change the prompt, or a mistake in it would go unseen."""
+    """target.thinking must change the prompt; otherwise a mistake in it would not be noticed."""
     tokenizer = byte_tokenizer(2)
     tokenizer.chat_template = template
     assert prompt_ids(tokenizer, [USER], tiny_config(thinking=False)) != prompt_ids(

@@ -1,4 +1,4 @@
-"""The terminal chat: the target's own text, coloured by stage on a terminal, plain elsewhere, with what the loop did under it."""
+"""Tests of the terminal chat: the target's own text, coloured by stage on a terminal, and its summary."""
 
 import io
 import os
@@ -87,7 +87,7 @@ def test_a_folder_that_is_no_export_is_named(tmp_path):
 
 
 def test_a_terminal_gets_colours(export):
-    """A real pseudo-terminal: a prompt, a legend, coloured text."""
+    """On a pseudo-terminal the chat prints a prompt, a legend and coloured text."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "dloop_train.chat", str(export), "tiny_llama", "--max-new-tokens", "24"]
     process = subprocess.Popen(
@@ -133,7 +133,7 @@ def test_tokens_have_the_colour_of_the_stage_that_drafted_them():
 
 
 def test_the_loops_answers_are_plain_decodings(taught_target, monkeypatch):
-    """With a drafter that is often right: the text under the colours is the target's own, and --compare finds no difference."""
+    """With a drafter that is often right, the text is the target's own and --compare finds no difference."""
     drafter = taught_drafter("dflash-shifted", taught_target)
     model = LoopedModel(taught_target, drafter, DLoop(threshold=-3.0, max_stages=4), None)
     monkeypatch.setattr(model, "prompt_ids", lambda messages: [COUNTING + n for n in range(4)])
@@ -152,7 +152,7 @@ def test_the_loops_answers_are_plain_decodings(taught_target, monkeypatch):
             chat.differing(model, ids, other, plain, options),
         ).group(1)
     )
-    assert gap > 1e6  # no tie: a fault would be told from one
+    assert gap > 1e6  # far from a tie, so that a real fault is distinguishable from one
     assert (
         chat.differing(model, ids, plain, plain, options) == ""
         and chat.differing(model, ids, other, plain, chat.parsed(["export", "target", "--temperature", "1"])) == ""

@@ -1,4 +1,4 @@
-"""Checkpoints: what does not fit is named, and nothing is loaded by halves."""
+"""Tests of checkpoint files: errors name what does not fit, and nothing is loaded in part."""
 
 import json
 from dataclasses import replace
@@ -107,7 +107,11 @@ def test_drafter_of_another_target_is_refused(folder, tiny_target):
 
 
 def test_drafters_from_scratch_that_cannot_work_are_refused(tiny_target):
-    """A target of linear attention alone lends no keys; DFlash's two layouts fix the alignment that they are read back with."""
+    """The errors name the setting that cannot work.
+
+    A target with linear attention only has no keys and values for an assistant to read. Each of DFlash's two layouts
+    fixes the alignment with which it is read back.
+    """
     with pytest.raises(ValueError, match="no layer of softmax attention"):
         AssistantConfig().shape(replace(tiny_target.spec, shared_kv=()), [])
     with pytest.raises(ValueError, match="drafter.alignment=fill_in is zlab_dflash"):
@@ -166,9 +170,8 @@ def test_llama3_rope_equals_transformers():
 def test_a_block_is_looped_with_the_width_that_the_settings_name(folder, tiny_target):
     assert load(folder, tiny_target).k == 4
     assert load(folder, tiny_target, DFlashConfig(alignment="shifted", width=7)).k == 7
-    assert (
-        DFlashConfig(alignment="shifted", width=7).as_exported({}).width == 0
-    )  # a table compares exports, each with its own k
+    # Width 0 is the file's own: an evaluation compares exports, each with its own k.
+    assert DFlashConfig(alignment="shifted", width=7).as_exported({}).width == 0
 
 
 def test_own_states_of_a_loop_aware_export_are_fixed_and_of_a_base_trained_one_free(folder, tiny_target):
@@ -181,7 +184,10 @@ def test_own_states_of_a_loop_aware_export_are_fixed_and_of_a_base_trained_one_f
 
 
 def test_official_eagle3_files_may_leave_out_rope_theta_and_hold_empty_maps(tiny_target, tmp_path):
-    """The authors' config.json has no rope_theta (Llama's default is meant); maps of the whole vocabulary say nothing."""
+    """Without rope_theta, as in the authors' config.json, Llama's default is used.
+
+    Maps of the whole vocabulary are ignored.
+    """
     settings = Eagle3Config(tokens_per_stage=3)
     drafter = settings.build(settings.shape(tiny_target.spec, TAPS), TargetHead.of(tiny_target)).double()
     save_drafter(drafter, tmp_path, section={}, target=tiny_target.spec, dtype=torch.float64)
@@ -207,11 +213,11 @@ def test_taps_that_a_file_does_not_name_are_the_layouts_three_or_the_callers(tin
         five.on(deep, [1, 17, 32])
 
 
-# Public files say the same thing in many ways, or say it wrongly.
+# Variants and errors of config.json in public files
 
 
 def written(variant, target, folder, change=None):
-    """A variant's checkpoint, its config.json as `change` returns it."""
+    """Save a random drafter of the variant, pass its config.json through `change`, and return the drafter."""
     drafter = make_drafter(variant, target)
     save_drafter(drafter, folder, section={}, target=None, dtype=torch.float64)
     config = json.loads((folder / "config.json").read_text())
@@ -220,12 +226,12 @@ def written(variant, target, folder, change=None):
 
 
 def flat(config, section="dflash_config"):
-    """Nested keys at the top level."""
+    """The config with the keys of a section moved to the top level."""
     return {key: value for key, value in config.items() if key != section} | config.get(section, {})
 
 
 def nested(section, *keys):
-    """Top-level keys in a section."""
+    """A change that moves top-level keys into a section."""
     return lambda config: (
         {key: value for key, value in config.items() if key not in keys} | {section: {key: config[key] for key in keys}}
     )
@@ -244,7 +250,7 @@ def without(*keys):
 
 
 def composite(*top):
-    """A multimodal target's config.json: what the text model reads stands in text_config, but for the keys in `top`."""
+    """A change to the layout of a multimodal target: all keys move to text_config, except those in `top`."""
     return lambda config: (
         {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -256,7 +262,7 @@ def composite(*top):
 
 
 def own_keys_of_full_layers(config):
-    """An assistant's full layers in global_ keys, as older transformers write them."""
+    """Sizes of an assistant's full-attention layers in global_ keys, as older versions of transformers write them."""
     text = config["text_config"]
     full = text["per_layer_config"].get(str(len(text["layer_types"]) - 1), text)
     return config | {
@@ -415,7 +421,7 @@ def test_a_broken_config_is_named(content, tiny_target, tmp_path):
 
 
 def test_a_block_that_does_not_sample_from_its_anchor_is_fill_in(tiny_target, tmp_path):
-    """DSpark's and DeepSpec's DFlash: slot 0 drafts nothing, and the key is written back."""
+    """For DSpark and DeepSpec's DFlash, slot 0 predicts nothing and the key survives loading and saving."""
     for variant, settings in (
         ("dspark-gated", DSparkConfig(alignment="fill_in")),
         ("dflash-shifted", DFlashConfig(alignment="fill_in")),
@@ -428,7 +434,10 @@ def test_a_block_that_does_not_sample_from_its_anchor_is_fill_in(tiny_target, tm
 
 
 def test_gemmas_scale_and_softcap_must_be_the_targets(tiny_target, tmp_path):
-    """The scale is an fp32 number: a width whose root is not exact must not look like another target."""
+    """The target's scale is rounded to fp32.
+
+    A width whose square root is not exact must not look like another target.
+    """
     shape = shape_of("dspark-gemma4", tiny_target)
     gemma = replace(tiny_target.spec, embed_scale=torch.tensor(32**0.5).item(), softcap=3.0)
     written("dspark-gemma4", tiny_target, tmp_path)
@@ -448,14 +457,14 @@ def rename(folder, name_of):
 
 
 def as_pickle(folder, content=None):
-    """The weights as pytorch_model.bin."""
+    """Replace model.safetensors by a pytorch_model.bin with its tensors, or with what `content` makes of them."""
     tensors = load_file(folder / "model.safetensors")
     torch.save(content(tensors) if content else tensors, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
 def split(folder):
-    """Two files and an index. -> their names"""
+    """Split the weights into two files with an index. Returns the names of the files."""
     tensors = load_file(folder / "model.safetensors")
     names = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
     for file, held in names.items():
@@ -492,7 +501,7 @@ def test_weights_arranged_otherwise_load_the_same(variant, rearrange, tiny_targe
 
 
 class Code:
-    """Would run on unpickling."""
+    """An object that would run code when it is unpickled."""
 
     def __reduce__(self):
         return (print, ("a pickle ran code",))
@@ -544,7 +553,7 @@ def test_damaged_weights_are_named(damage, message, folder, tiny_target, capsys)
 
 
 def test_maps_of_a_draft_vocabulary_must_agree(tiny_target, tmp_path):
-    """Stale maps would silently teach and accept other tokens."""
+    """With maps that contradict each other, training and verification would use wrong tokens without an error."""
     drafter = written("eagle3-reduced", tiny_target, tmp_path)
     change_tensors(tmp_path, lambda t: t["d2t"][-1:].add_(1))
     with pytest.raises(ValueError, match="d2t and t2d keep different tokens"):
@@ -558,7 +567,7 @@ def test_copies_that_are_not_finite_are_refused_without_a_target_too(folder):
 
 
 def test_a_module_is_read_from_the_shard_that_holds_it(tiny_target, tmp_path):
-    """A target's other shards are not opened; a target that lost its module says so."""
+    """The target's other shards are not opened, and a target without an MTP module is refused."""
     drafter = written("mtp", tiny_target, tmp_path)
     names = list(load_file(tmp_path / "model.safetensors"))
     (tmp_path / "model.safetensors").rename(tmp_path / "2.safetensors")
@@ -574,7 +583,7 @@ def test_a_module_is_read_from_the_shard_that_holds_it(tiny_target, tmp_path):
         load_drafter(tmp_path, settings_of("mtp"), drafter.head)
 
 
-# Of another run
+# Checkpoints that do not fit the run
 
 
 @pytest.mark.parametrize(
@@ -589,7 +598,7 @@ def test_every_other_family_is_refused(variant, tiny_target, tmp_path):
 
 
 def test_an_assistants_keys_are_its_targets(tiny_target, tmp_path):
-    """Sizes, window and rotary positions of the keys that it attends to: what it was trained on must be what the target lends."""
+    """The target's keys and values must have the sizes, window and rotary settings of the assistant's training."""
     written("mtp_assistant", tiny_target, tmp_path)
     spec, shape = tiny_target.spec, read_shape(tmp_path)
     assert spec.shared_kv

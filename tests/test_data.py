@@ -1,4 +1,4 @@
-"""Data: prompts and splits, chat rendering, sampling noise, stores and what they refuse."""
+"""Tests of prompts and splits, chat rendering, sampling noise, feature stores and their checks."""
 
 import itertools
 import json
@@ -72,7 +72,7 @@ def test_jsonl_prompts(tmp_path):
 
 
 def test_tool_calls_reach_the_chat_template(tmp_path):
-    """Nothing of a message is dropped on the way."""
+    """No field of a message is dropped."""
     call = {
         "role": "assistant",
         "content": "",
@@ -90,7 +90,10 @@ def test_tool_calls_reach_the_chat_template(tmp_path):
     ]
     (prompt,) = JsonLines(name="own", path=str(lines(tmp_path / "p.jsonl", rows)), validation=0.0, test=0.0).read()
     tokenizer = byte_tokenizer(stop_id=2)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+    )
     assert tokenizer.decode(prompt_ids(tokenizer, list(prompt.messages), tiny_config())) == "add<add>2and?"
 
 
@@ -154,7 +157,7 @@ def load_model():
     ],
 )
 def test_what_the_hub_says_is_passed_on_with_the_way_out(load, way_out, errors, monkeypatch):
-    """Also where it says nothing, as a read that timed out does. What is no matter of the hub's travels as it is."""
+    """Also for errors without text, such as a read timeout; errors not raised by the hub are passed on unchanged."""
 
     def fail(*_, **__):
         raise error
@@ -178,7 +181,7 @@ def test_split_depends_on_the_id_alone():
 
 
 def test_chat_renders_once_and_doubles_no_bos():
-    """The template writes the special tokens; a tokenizer that would add its BOS to every text, as Llama's does, adds none."""
+    """The template writes the special tokens. A tokenizer that adds BOS to every text, as Llama's does, adds none."""
     tokenizer = byte_tokenizer(2)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|start|> $A", special_tokens=[("<|start|>", 1)]
@@ -234,7 +237,7 @@ SHORT = [
 
 
 def test_what_is_answered_is_not_answered_again(tmp_path, monkeypatch):
-    """Going on after a kill: the target is not even loaded where every file is there."""
+    """A rerun after a kill does not even load the target if every file exists."""
     config = composed(*SHORT, f"root={tmp_path}")
     generate.write_questions(config)
     generate.answer(config)
@@ -248,7 +251,7 @@ def test_what_is_answered_is_not_answered_again(tmp_path, monkeypatch):
     "change", ["generate.greedy_prompts=3", "generate.greedy_max_new_tokens=3", "++evaluate.dtype=float32"]
 )
 def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monkeypatch):
-    """Its answers, and with them its features: neither is made again, nor is the trained run another."""
+    """Training answers and the features made from them are not made again, and their keys stay equal."""
     before, after = (composed(*SHORT, f"root={tmp_path}", *more) for more in ([], [change]))
     assert (
         artifacts.responses(before).key == artifacts.responses(after).key
@@ -259,14 +262,15 @@ def test_other_greedy_answers_leave_the_training_as_it_is(change, tmp_path, monk
     monkeypatch.setattr(generate, "respond", lambda *_, **__: pytest.fail("a training prompt was answered again"))
     monkeypatch.setattr(generate, "write_training", lambda *_: pytest.fail("a training prompt was tokenised again"))
     with pytest.raises(FileNotFoundError, match=f"greedy/{artifacts.greedy(after).key} does not exist yet"):
-        cache.require_source(replace(after, features=FeaturesConfig(source="online")))  # before any rank is started
+        # This check runs before any rank is started.
+        cache.require_source(replace(after, features=FeaturesConfig(source="online")))
     generate.write_questions(after)
     assert generate.all_files(after) == [
         generate.greedy_files(after, artifacts.greedy(after).partial, split) for split in generate.GREEDY
     ]
     generate.run(after)
     assert len(artifacts.greedy_responses(after, "test")) == after.generate.greedy_prompts
-    assert len(artifacts.greedy_responses(before, "test")) == 2  # they are still there
+    assert len(artifacts.greedy_responses(before, "test")) == 2  # the earlier answers still exist
     for one, more in zip(
         artifacts.greedy_responses(before, "test"), artifacts.greedy_responses(after, "test"), strict=False
     ):
@@ -280,7 +284,7 @@ def test_validation_may_have_prompts_of_its_own_number(tmp_path):
 
 
 def test_greedy_answers_of_a_batch_are_those_of_one_at_a_time(tmp_path):
-    """Where sums round alike; the last batch is not whole."""
+    """In float32 batches of 1 and 2 give the same answers; the last batch has one prompt."""
     settings = [
         *SHORT,
         "generate.greedy_max_new_tokens=9",
@@ -325,7 +329,7 @@ def test_greedy_answers_that_are_not_there_are_named(tmp_path):
 
 
 def test_batched_answers_do_not_depend_on_the_batch(tiny_target):
-    """Noise belongs to the prompt: alone or padded in a batch, the sampled answer is the same."""
+    """Sampling noise depends on the prompt: its sampled answer is the same alone and padded in a batch."""
     prompts, names = [[60, 61, 62], [70] * 9, [80, 90]], ["a", "b", "c"]
     sampling = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
     together = respond(tiny_target, prompts, names, sampling, max_new_tokens=12, seed=3)
@@ -349,17 +353,20 @@ def test_batched_greedy_answers_equal_plain_decoding(tiny_target):
 
 
 def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_target):
-    """Behind it the rest is padded on the left: positions and the mask skip the padding in the middle. Longer answers outgrow the cache's first buffer."""
+    """A shared prefix is read once; the rest of each prompt is padded on the left, between prefix and text.
+
+    Positions and the mask skip that padding. Long answers outgrow the first buffer of the cache.
+    """
     shared = list(range(60, 72))
     prompts = [shared + rest for rest in ([80], [90, 91, 92, 93, 94], [100, 101])]
     assert (
         shared_prefix(prompts) == 12
         and shared_prefix(prompts[:1]) == 0
-        and shared_prefix([shared, shared[:9] + [7]]) == 9
+        and shared_prefix([shared, [*shared[:9], 7]]) == 9
     )
     assert (
         shared_prefix([shared, shared]) == 11 and shared_prefix([[1, 2], [1, 3]]) == 0
-    )  # each keeps a token; short ones are not worth a read
+    )  # each keeps a token of its own; short prefixes are not read separately
     plain = [decode_plain(tiny_target, prompt, max_new_tokens=80) for prompt in prompts]
     feature_spec, read = [], tiny_target.read
     tiny_target.read = lambda tokens, **more: feature_spec.append(tuple(tokens.shape)) or read(tokens, **more)
@@ -370,7 +377,7 @@ def test_a_beginning_that_prompts_share_is_read_once_and_changes_no_answer(tiny_
     assert feature_spec[:2] == [(1, 12), (3, 5)]
     drawn = SamplingConfig(
         temperature=2.0, top_k=200
-    )  # a small change of any logit changes some token; alone, a prompt shares nothing
+    )  # here a small change of any logit changes some token; a single prompt has no shared prefix
     together = respond(tiny_target, prompts, ["a", "b", "c"], drawn, max_new_tokens=80, seed=0)
     assert together == [
         respond(tiny_target, [prompt], [name], drawn, max_new_tokens=80, seed=0)[0]
@@ -437,7 +444,7 @@ def test_nan_features_are_refused_at_writing(store):
 
 
 def rewrite(path, change):
-    """Another shard of the same size, its checksums as they were."""
+    """Change the tensors of a shard; its size and its checksums stay the same."""
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
@@ -464,7 +471,7 @@ def set_to(name, value):
     ids=["nan", "features", "last_hidden", "tokens", "loss_mask"],
 )
 def test_a_poisoned_shard_is_refused_at_reading(store, change):
-    """Also where every number stays finite; the other samples are still read."""
+    """Also if every number stays finite. The other samples can still be read."""
     folder, facts, every = store
     rewrite(shard_file(folder, 0), change)
     reader = FeatureStore(folder, facts, max_length=99)
@@ -474,8 +481,8 @@ def test_a_poisoned_shard_is_refused_at_reading(store, change):
 
 
 def test_a_bit_of_any_sample_counts(store):
-    """Any flipped bit behind the header is noticed."""
-    folder, facts, every = store
+    """A flipped bit anywhere after the header is detected."""
+    folder, facts, _every = store
     file = shard_file(folder, 1)
     whole = bytearray(file.read_bytes())
     for at in range(8 + int.from_bytes(whole[:8], "little"), len(whole), 7):
@@ -488,8 +495,8 @@ def test_a_bit_of_any_sample_counts(store):
 
 
 def test_a_shard_of_other_samples_is_refused(store):
-    """The same rows under another name: a store pieced together from two."""
-    folder, facts, every = store
+    """The same rows under another sample id, as in a store assembled from two."""
+    folder, facts, _every = store
     with safe_open(shard_file(folder, 0), "pt") as file:
         metadata = file.metadata()
     save_file(
@@ -566,7 +573,7 @@ def test_merged_responses_stand_in_the_prompts_order(tmp_path):
 
 
 def test_a_torn_answer_is_forgotten(tmp_path):
-    """kill -9 in the middle of a line: the others stay, and the next answer does not stick to the torn one."""
+    """After a kill in the middle of a line the earlier answers are kept, and the next answer replaces the torn line."""
     path = tmp_path / "answers.jsonl"
     log = AnswerLog(path)
     for name in ("a", "bbb"):
@@ -584,7 +591,7 @@ def test_a_torn_answer_is_forgotten(tmp_path):
 
 
 def test_a_prompt_that_the_template_refuses_is_left_out(tmp_path, monkeypatch):
-    """And counted; the others are answered."""
+    """It is counted, and the other prompts are answered."""
 
     def refuse(tokenizer, messages, target):
         if len(messages[-1]["content"]) % 2:

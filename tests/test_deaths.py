@@ -1,4 +1,4 @@
-"""What the command does when it dies: killed at any moment it goes on as if nothing had been, and of an error it says the cause once."""
+"""Tests of interrupted runs: exact results after SIGKILL at any time, and one clear message per error."""
 
 import json
 import os
@@ -49,14 +49,14 @@ def start(root, name, *overrides, ranks=2):
 
 
 def end(started):
-    """Wait for the end of a command: its exit code and what it said."""
+    """Wait for the end of a command and return its exit code and stderr."""
     said = started.communicate(timeout=600)[1]
     return started.returncode, said
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Responses and features, for all trainings of this file."""
+    """Root folder with responses and features, for all trainings in this file."""
     root = tmp_path_factory.mktemp("root")
     code, said = end(start(root, "features", "phases=[generate,cache]", ranks=1))
     assert code == 0, said
@@ -65,7 +65,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_poisoned_shard_ends_both_ranks_and_is_named_once(root, tmp_path):
-    """One rank alone reads the sample; the other would wait for it in a sum."""
+    """Only one rank reads the sample; without a check the other would wait for it in an all-reduce."""
     shutil.copytree(root, tmp_path / "root")
     shard = next((tmp_path / "root").glob("features/*/shard-00000.safetensors"))
     with safe_open(shard, "pt") as file:
@@ -103,7 +103,7 @@ def test_settings_that_would_corrupt_are_refused_by_name_and_others_are_logged(r
 
 
 def everybody(root, name):
-    """Processes that name this run, the command itself included."""
+    """Ids of the processes with this run in their command line, including the command itself."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -116,7 +116,7 @@ def everybody(root, name):
 
 
 def kill(root, name, started):
-    """SIGKILL for everybody, so that nothing is tidied up."""
+    """Send SIGKILL to all processes of the run, so that none can clean up."""
     for _ in range(50):
         for process in everybody(root, name):
             try:
@@ -130,7 +130,7 @@ def kill(root, name, started):
 
 
 def wait_until(started, condition):
-    """False where the command ended before."""
+    """Wait until `condition()` is true; False if the command ended before."""
     while not condition():
         if started.poll() is not None:
             return False
@@ -143,7 +143,7 @@ def killed_in_a_save(started, checkpoints, ranks, moment):
 
 
 def killed_at_random(started, checkpoints, ranks, moment):
-    """Some time after a first checkpoint by as many ranks."""
+    """Wait until `moment` seconds after the next checkpoint by `ranks` ranks; False if the command ended before."""
     before = last_of(checkpoints)
     if not wait_until(
         started, lambda: last_of(checkpoints) not in (None, before) and last_of(checkpoints).world_size == ranks
@@ -164,7 +164,7 @@ WAYS = (killed_at_random, killed_in_a_save, killed_in_a_later_save)
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("others", [(), (4, 8)], ids=["two ranks", "two ranks, twice one"])
 def test_killed_ten_times_equals_uninterrupted(others, root):
-    """SIGKILL of everybody, in saves too, and the same command again."""
+    """All processes are killed ten times, also during saves, and the same command is run again each time."""
     settings, name = (
         ("phases=[train]", "train.steps=40", "train.save_every=1", "train.validate_every=7", "train.lr=1e-3"),
         f"killed-{len(others)}",
@@ -174,7 +174,7 @@ def test_killed_ten_times_equals_uninterrupted(others, root):
     (root / "runs" / name).mkdir()
     shutil.copy(
         root / "runs" / "whole" / "costs.json", root / "runs" / name
-    )  # both choose the best checkpoint by the same clock
+    )  # both choose the best checkpoint with the same cost table
     checkpoints, moments, kills = root / "runs" / name / "checkpoints", random.Random(0), []
     for attempt in range(10):
         ranks = 1 if attempt in others else 2
@@ -211,7 +211,7 @@ def test_killed_ten_times_equals_uninterrupted(others, root):
 
 @pytest.mark.slow
 def test_a_stop_that_is_asked_for_leaves_with_its_own_code(root):
-    """The ranks save and exit; the training is not over, and goes on to what it would have been."""
+    """The ranks save and exit with their own code; the training is not marked as done, so that it can be resumed."""
     started = start(root, "stopped", "phases=[train]", "train.steps=400", "train.save_every=1000")
     folder = root / "runs" / "stopped"
     assert wait_until(

@@ -1,4 +1,4 @@
-"""Laws of decoding: the output is the target's own, replay is live, one stage is no loop."""
+"""Tests of decoding: lossless text, replay that equals live decoding, gates, oracle and costs."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def test_output_is_the_targets_own(gate, variant, taught, taught_target, tiny_ta
 
 
 def test_drafts_are_accepted_and_loops_happen(taught, taught_target):
-    """The laws above would be hollow if nothing were ever accepted."""
+    """The tests above would prove little if no draft were ever accepted."""
     for variant, drafter in taught.items():
         rounds = [
             r
@@ -70,7 +70,7 @@ def test_drafts_are_accepted_and_loops_happen(taught, taught_target):
 
 @pytest.mark.parametrize("gate", GATES, ids=repr)
 def test_replay_is_live(gate, variant, taught, taught_target):
-    """Round for round: stages, drafted, accepted, emitted, and the scores."""
+    """Simulated and decoded rounds are equal in stages, drafted, accepted and emitted tokens, and scores."""
     drafter = taught[variant]
     for prompt in counting_prompts(3).tolist():
         text, live = run(taught_target, drafter, gate, prompt)
@@ -96,7 +96,10 @@ def test_replay_is_live(gate, variant, taught, taught_target):
 
 
 def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_target):
-    """All gates of a threshold at or above the floor walk as if every position had been drafted to the end; others are refused."""
+    """Gates with a threshold at or above the floor give the same rounds as if all stages had been drafted everywhere.
+
+    A gate that needs a stage that was not drafted is refused.
+    """
     drafter, prompt = taught[variant], counting_prompts(1)[0].tolist()
     text, _ = run(taught_target, drafter, Never(), prompt)
     whole = replay(taught_target, drafter, prompt, text, stages=5, max_new_tokens=LENGTH)
@@ -105,7 +108,7 @@ def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_t
         taught_target, drafter, prompt, text, stages=1, deepest=5, floor=floor, max_new_tokens=LENGTH, branches=7
     )
     left_out = record.scores == float("-inf")
-    assert 0 < left_out.sum() and (~left_out[:, 1:]).any()
+    assert left_out.sum() > 0 and (~left_out[:, 1:]).any()
     torch.testing.assert_close(record.scores[~left_out], whole.scores[~left_out])
     for threshold in (floor, 0.5 * floor, -1e-3):
         gate = DLoop(threshold=threshold, max_stages=5)
@@ -120,7 +123,10 @@ def test_replay_follows_a_branch_only_while_a_gate_may(variant, taught, taught_t
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-fc_norm", "mtp"])
 def test_a_chain_regrouped_is_the_chain_with_other_stages(variant, k, taught, taught_target, monkeypatch):
-    """What a gate sees after every k tokens is in the record of single tokens, so one replay answers for every k; also behind stop tokens."""
+    """A replay with one token per stage contains what gates read after every k tokens, so it is enough for every k.
+
+    This also holds after stop tokens.
+    """
     drafter, prompt, deepest = taught[variant], counting_prompts(1)[0].tolist(), 7
     text, _ = run(taught_target, drafter, Never(), prompt)
     monkeypatch.setattr(taught_target, "spec", dataclasses.replace(taught_target.spec, stop_ids=(80, 81)))
@@ -167,9 +173,8 @@ def test_what_cannot_be_regrouped_is_refused(taught, taught_target):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_most_likely_token_is_the_first_of_equals(dtype):
-    logits = torch.randn(50, 3, 700, generator=torch.Generator().manual_seed(0)).to(
-        dtype
-    )  # in bf16 many rows have ties
+    # In bf16 many rows have ties.
+    logits = torch.randn(50, 3, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(most_likely(logits), logits.argmax(-1))
     assert most_likely(torch.tensor([0.0, 2.0, 1.0, 2.0])).item() == 1
 
@@ -185,7 +190,7 @@ def test_log_probabilities_are_those_of_the_tempered_softmax():
 
 
 def test_stop_tokens_end_a_round_alike(taught, taught_target):
-    """With a frequent token declared a stop token, live and replay still agree and the text ends there."""
+    """With frequent tokens as stop tokens, live decoding and replay have equal rounds, and the text ends there."""
     target = taught_target
     spec = target.spec
     target.spec = dataclasses.replace(spec, stop_ids=(80, 81))
@@ -206,7 +211,7 @@ def test_stop_tokens_end_a_round_alike(taught, taught_target):
 
 
 def test_one_stage_is_no_loop(variant, taught, taught_target):
-    """A gate that could loop but never does equals ordinary speculative decoding."""
+    """DLoop's gate with max_stages=1 gives the rounds of ordinary speculative decoding."""
     prompt = counting_prompts(1)[0].tolist()
     _, a = run(taught_target, taught[variant], DLoop(threshold=-1e-12, max_stages=1), prompt)
     _, b = run(taught_target, taught[variant], Never(), prompt)
@@ -218,7 +223,10 @@ COSTS = Costs(draft_first=0.2, draft_more=0.3, gate=0.01, verify={1: 1.0, 5: 1.1
 
 @pytest.mark.parametrize("variant", ["dflash-shifted", "eagle3-reduced"])
 def test_no_gate_is_faster_than_the_oracle(variant, taught, taught_target):
-    """Whatever a round costs, under any gate with the same cap, and on branches that were followed only where a gate or the oracle may go."""
+    """This holds for any cost of a round and any gate with the same cap.
+
+    The oracle is the same if later stages were drafted only where a gate or the oracle may continue.
+    """
     drafter = taught[variant]
     for prompt in counting_prompts(2).tolist():
         text, _ = run(taught_target, drafter, Never(), prompt)
@@ -233,9 +241,8 @@ def test_no_gate_is_faster_than_the_oracle(variant, taught, taught_target):
                 *(DLoop(threshold=g, max_stages=6) for g in (-0.05, -0.5, -3.0)),
             ):
                 assert sum(map(seconds, walk_gate(whole, gate))) >= fastest[0] - 1e-9
-        swept = [
-            sweep([record], [-3.0], COSTS, drafter.k, 6) for record in (followed, whole)
-        ]  # as deep as the gate, not as what is drafted everywhere
+        # The oracle goes as deep as the gate's cap, not only to the stages that were drafted from every position.
+        swept = [sweep([record], [-3.0], COSTS, drafter.k, 6) for record in (followed, whole)]
         assert (
             swept[0]["oracle"] == pytest.approx(swept[1]["oracle"])
             and swept[0]["oracle"]["tokens_per_second"] >= swept[0]["sweep"][0]["tokens_per_second"]
@@ -244,7 +251,7 @@ def test_no_gate_is_faster_than_the_oracle(variant, taught, taught_target):
 
 
 class Right:
-    """A drafter that is never wrong: it drafts k tokens of a text it knows, in the shape that replay compares."""
+    """A drafter that is never wrong: it drafts the tokens of a fixed text, k per stage."""
 
     k, text = 15, list(range(1000, 1200))
 
@@ -264,7 +271,10 @@ class Right:
 
 
 def test_a_drafter_that_is_never_wrong_is_seen_as_one():
-    """Not the text's end but a wrong token refuses a block; the oracles go as deep as the gate; the last round counts whole."""
+    """The end of the text is not counted as a rejection, and the last round counts completely.
+
+    The oracle goes as deep as the gate's cap.
+    """
     record = Right.record(96, 4)
     assert full_acceptance([walk_gate(record, Always(max_stages=4))], Right.k, 4)[0] == 1.0
     assert tau_of([walk_gate(record, Never())]) == Right.k + 1
@@ -303,9 +313,8 @@ def test_costs_interpolate_and_add_up():
     )
     assert costs.verification(3) == 3.0 and costs.verification(5) == 4.0 and costs.verification(11) == 10.0
     assert costs.seconds(Round(2, 8, 0, 1, ()), gated=False) == 1.0 + 0.5 + 8.0 + 0.25
-    assert (
-        costs.seconds(Round(2, 8, 0, 1, ()), gated=True) == 1.0 + 0.5 + 8.0 + 0.25 + 2 * 0.125
-    )  # the first stage's gate too
+    # The gate's time is charged for both stages.
+    assert costs.seconds(Round(2, 8, 0, 1, ()), gated=True) == 1.0 + 0.5 + 8.0 + 0.25 + 2 * 0.125
 
 
 def test_plain_decoding_through_the_same_path(tiny_target):
@@ -321,7 +330,7 @@ def test_empty_prompt_is_refused(tiny_target):
 
 
 def test_commit_gathers_rows(tiny_target):
-    """A path with a gap keeps exactly its rows."""
+    """After a commit of a path with a gap, the KV cache has the earlier rows and exactly those of the path."""
     cache = tiny_target.new_cache()
     tiny_target.read(torch.arange(60, 68)[None], cache=cache)
     keys = cache.layers[0].keys.clone()
@@ -332,7 +341,7 @@ def test_commit_gathers_rows(tiny_target):
 def test_parting_gap_is_how_far_the_targets_logits_are_apart(tiny_target):
     prompt, plain = [60, 61, 62], decode_plain(tiny_target, [60, 61, 62], max_new_tokens=6)
     assert parting_gap(tiny_target, prompt, plain, list(plain)) is None
-    other = plain[:3] + [(plain[3] + 1) % 250] + plain[4:]
+    other = [*plain[:3], (plain[3] + 1) % 250, *plain[4:]]
     logits = tiny_target.read(torch.tensor([prompt + plain[:3]]), logits=slice(-1, None)).logits[0, -1]
     rounding = torch.finfo(torch.float64).eps * float(logits[[plain[3], other[3]]].abs().max())
     assert parting_gap(tiny_target, prompt, plain, other) == pytest.approx(
@@ -341,7 +350,10 @@ def test_parting_gap_is_how_far_the_targets_logits_are_apart(tiny_target):
 
 
 def test_costs_forget_what_was_cold_and_let_the_depths_take_turns(monkeypatch):
-    """A machine on which the first call of every way, and the first round of every call, is slow; from the second turn on all others tell the truth."""
+    """The first turn, and the first round of every call, are slow here and must not enter the medians.
+
+    All depths and plain decoding take turns, prompt by prompt.
+    """
     calls = []
 
     def decoded(target, drafter, gate, prompt, *, max_new_tokens):

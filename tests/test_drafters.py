@@ -1,4 +1,4 @@
-"""Laws of every drafter: unrolled training is stage-by-stage decoding, nothing leaks, branches are independent, files round-trip."""
+"""Tests of every drafter: unrolled stages equal decoded ones, no leaks, independent branches, files."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def whole_stages_of(drafter, tokens, features, origins, count, start=0):
 
 
 def stages_of(*arguments, **more):
-    """Their hidden states. list of [B, N, W, D]"""
+    """Hidden states of the same stages. list of [B, N, W, D]"""
     return [stage.hidden for stage in whole_stages_of(*arguments, **more)]
 
 
@@ -50,7 +50,7 @@ RULES = [(None, False), (None, True), (7, True), (7, False), (1, True), (200, Fa
 
 
 def attended(length=40, branches=9, slots=4, drafted=8, dtype=torch.float64, documents=True):
-    """Queries, context, own rows and sight of random branches; two documents stand in each row."""
+    """Random queries, context, own keys and values, and context mask; each row holds two documents by default."""
     generator = torch.Generator().manual_seed(3)
 
     def make(*shape):
@@ -63,12 +63,12 @@ def attended(length=40, branches=9, slots=4, drafted=8, dtype=torch.float64, doc
     )
     first = torch.where(torch.arange(branches) % 2 == 1, 17, 0).expand(2, -1) * documents
     origin = first + torch.randint(0, length - 17, (2, branches), generator=generator)
-    origin[0, 0] = first[0, 0]  # sees nothing
+    origin[0, 0] = first[0, 0]  # the context of this branch is empty
     return queries, context, own, ContextMask(origin, first)
 
 
 def attention_by_hand(queries, context, own, context_mask, window, causal):
-    """Branch by branch, plain softmax over the rows that it may see."""
+    """Plain softmax over the rows that a branch may attend to, one branch at a time. [B, N, Q, H, E]"""
     drafted, slots, group = own.keys.shape[2], queries.shape[2], queries.shape[3] // context.keys.shape[2]
     out = []
     for row in range(len(queries)):
@@ -94,7 +94,7 @@ class LayerWindow:
 @pytest.mark.parametrize("together", [3, 512])
 @pytest.mark.parametrize("window, causal", RULES)
 def test_attention_equals_plain_softmax_by_branch(window, causal, together, monkeypatch):
-    """Outputs and gradients, with branches that see nothing of the context, in groups of one branch and all at once."""
+    """Outputs and gradients, with branches that have no context, computed one branch at a time and all at once."""
     monkeypatch.setattr(attention, "QUERIES", together)
     queries, context, own, context_mask = attended()
     inputs = (queries, context.keys, context.values, own.keys, own.values)
@@ -113,9 +113,12 @@ def test_attention_equals_plain_softmax_by_branch(window, causal, together, monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("window", [None, 7])
 def test_blocks_see_what_parts_see(window, dtype):
-    """FlexAttention under the one rule: outputs and log-sum-exps, also where block masks are cut for the branches that are left."""
+    """FlexAttention and the dense form give equal outputs and log-sum-exps.
+
+    The block masks are also cut down to the branches that remain in later stages.
+    """
     queries, context, _, context_mask = attended(length=200, branches=40, dtype=dtype)
-    # without gradients, which FlexAttention has on a GPU alone (test_gpu.py)
+    # FlexAttention has gradients only on a GPU; test_gpu.py tests them.
     grouped = queries.detach().unflatten(3, (2, 3)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
     shared = [rows.detach().transpose(1, 2) for rows in (context.keys, context.values)]
     for left in (40, 33):
@@ -127,13 +130,16 @@ def test_blocks_see_what_parts_see(window, dtype):
         )
         for a, b in zip(blocks, parts, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert parts[1].isinf().any()  # somebody sees nothing
+    assert parts[1].isinf().any()  # some branch has no context
 
 
 @pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
-    """As a GPU compiles them, but for the kernels. Beyond torch's limit FlexAttention would hold all scores, and say nothing."""
+    """Everything is traced as on a GPU, but no kernels are generated.
+
+    Beyond torch's recompile limit FlexAttention would silently fall back to holding all scores in memory.
+    """
     compiled = Counter()
 
     def compile_counted(function, **settings):
@@ -167,7 +173,10 @@ def test_batches_and_stages_of_all_sizes_share_compiled_forms(monkeypatch):
 
 
 def test_autograds_thread_may_compile_as_many_forms():
-    """torch's settings belong to a thread. On a GPU a backward pass has threads of its own, and computes stages again in them."""
+    """torch's compile settings are per thread.
+
+    On a GPU a backward pass runs in threads of its own, and recomputation of stages happens there.
+    """
     attention.flex(True)
     with ThreadPoolExecutor(1) as other:
         assert (
@@ -177,7 +186,7 @@ def test_autograds_thread_may_compile_as_many_forms():
 
 
 def allocated(length, branches, drafted):
-    """Elements that attention allocates, forward and backward."""
+    """Number of elements that attention allocates in the forward and backward pass."""
     queries, context, own, context_mask = attended(length, branches, 4, drafted, documents=False)
     with Watch() as watch:
         loop_attention(queries, context, own, context_mask, 0.25, causal=True).sum().backward()
@@ -185,7 +194,7 @@ def allocated(length, branches, drafted):
 
 
 def test_attention_grows_linearly_with_branches_and_drafted_tokens():
-    """Time and memory: what is allocated on the way is a constant and so much a branch, so much an own row."""
+    """The number of allocated elements, which bounds time and memory, is linear in branches and in own rows."""
     few, more, most = (allocated(60, branches, 8) for branches in (64, 128, 192))
     assert most - more == pytest.approx(more - few, rel=0.05) and more < 2 * few
     few, more, most = (allocated(60, 64, drafted) for drafted in (8, 16, 24))
@@ -197,7 +206,7 @@ def test_every_drafter_yaml_has_a_variant():
 
 
 def test_unrolled_equals_one_branch_at_a_time(drafter, text):
-    """Branches together, some closer than k, equal each branch alone."""
+    """Branches computed together, some with origins closer than k, equal each branch computed alone."""
     tokens, features, _ = text
     origins = torch.tensor([[3, 4, 5, 12], [2, 9, 10, 1]])
     together = stages_of(drafter, tokens, features, origins, 3)
@@ -211,7 +220,7 @@ def test_unrolled_equals_one_branch_at_a_time(drafter, text):
 
 
 def test_context_cut_at_the_origin_changes_nothing(drafter, text):
-    """Decoding knows only what lies before the origin; training masks the rest."""
+    """Decoding has features only for positions before the origin; training masks the rest."""
     tokens, features, _ = text
     masked = stages_of(drafter, tokens[:1], features[:1], torch.tensor([[7]]), 3)
     state, cut = drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])), []
@@ -227,7 +236,7 @@ def test_context_cut_at_the_origin_changes_nothing(drafter, text):
 
 
 def test_no_feature_at_or_after_the_origin_is_seen(drafter, text):
-    """The leak test, with anchors closer than k: features from the FIRST origin's position on are changed."""
+    """Leak test with origins closer than k: all features from the first origin's position on are changed."""
     tokens, features, _ = text
     origins = torch.tensor([[6, 7, 8]])
     before = stages_of(drafter, tokens[:1], features[:1], origins, 3)
@@ -236,7 +245,7 @@ def test_no_feature_at_or_after_the_origin_is_seen(drafter, text):
     after = stages_of(drafter, tokens[:1], changed, origins, 3)
     for a, b in zip(before, after, strict=True):
         assert torch.equal(a[:, 0], b[:, 0])
-        assert not torch.allclose(a[:, 1], b[:, 1])  # its context holds the feature at 6
+        assert not torch.allclose(a[:, 1], b[:, 1])  # its context includes the feature at 6
 
 
 def test_own_and_previous_features_are_seen(drafter, text):
@@ -250,7 +259,7 @@ def test_own_and_previous_features_are_seen(drafter, text):
 
 
 def test_tokens_seen_are_the_anchors_and_those_fed(drafter, text):
-    """A block reads anchors alone; a chain reads the text up to the token fed to its last pass."""
+    """A block drafter reads only the anchors; a chain drafter reads the text up to the input of its last pass."""
     tokens, features, _ = text
     origin, k = 6, drafter.k
     before = stages_of(drafter, tokens[:1], features[:1], torch.tensor([[origin]]), 2)
@@ -296,7 +305,7 @@ def test_taken_branches_equal_the_first_of_all(drafter, text):
 
 
 def test_decoded_stage_equals_unrolled(drafter, text):
-    """The live loop's own drafting, fed back as text, gives the same logits when unrolled."""
+    """The logits of drafted stages equal those of stages unrolled over the drafted tokens as text."""
     tokens, features, _ = text
     state, anchor, drafted, logits = (
         drafter.begin(Context(tokens[:1, :8], features[:1, :7]), torch.tensor([[7]])),
@@ -320,7 +329,7 @@ def test_decoded_stage_equals_unrolled(drafter, text):
 
 
 def test_rescoring_a_whole_stage_equals_speaking_token_by_token(drafter, text):
-    """Logits that a head is teacher-forced to are those that it draws each token from; branches do not hear each other."""
+    """Teacher-forced logits equal the logits from which a token head drafts each token; branches are independent."""
     tokens, features, _ = text
     origins = torch.tensor([[4, 9, 10]])
     stage = whole_stages_of(drafter, tokens[:1], features[:1], origins, 1)[0]
@@ -341,7 +350,10 @@ def test_rescoring_a_whole_stage_equals_speaking_token_by_token(drafter, text):
 
 
 def test_a_head_hears_only_the_tokens_before(drafter, text):
-    """Token j changes the logits of the slots behind it alone, and of all of them where there is a head; the same for confidence."""
+    """Changing token j changes the logits of exactly the later slots that the token head computes from it.
+
+    A confidence head that reads the Markov embedding changes in slot j + 1 only.
+    """
     tokens, features, _ = text
     stage = whole_stages_of(drafter, tokens[:1], features[:1], torch.tensor([[6]]), 1)[0]
     if not hasattr(drafter, "codes"):
@@ -354,7 +366,7 @@ def test_a_head_hears_only_the_tokens_before(drafter, text):
         after = drafter.rescore(stage, anchors, other)
         hears = {"vanilla": 1, "gated": 1}.get(
             getattr(drafter.shape, "markov_head_type", ""), drafter.k
-        )  # how far back a slot listens
+        )  # how many previous tokens a slot depends on
         for slot in range(drafter.k):
             differs = changed < slot <= changed + hears and slot >= getattr(drafter.shape, "pure_draft_prefix_len", 0)
             assert torch.equal(before[:, :, slot], after[:, :, slot]) != differs
@@ -385,7 +397,7 @@ def test_save_load_identical(variant, tiny_target, text, tmp_path):
         assert torch.equal(a, b)
 
 
-# The paper's Eq. 3, recomputed without caches, branches or shared code: one origin, plain loops over layers.
+# Eq. 3 of the DLoop paper, recomputed without caches, branches or shared code: one origin, plain loops over layers.
 
 
 def rms(rows, eps, gain=1.0):
@@ -393,7 +405,7 @@ def rms(rows, eps, gain=1.0):
 
 
 def gain(w, name, sizes):
-    """A norm's factors; Qwen3.5's weights are those minus one."""
+    """Scale factors of a norm; Qwen3.5 stores them minus one."""
     return w[f"{name}.weight"] + (1.0 if sizes.architecture == "qwen3_5" else 0.0)
 
 
@@ -410,7 +422,7 @@ def rotated(heads, positions, rope):
 
 
 def embedded_by_hand(drafter, ids):
-    """The target's embeddings, scaled as it scales them."""
+    """Embeddings of the target, multiplied by its embedding scale. [T] -> [T, D]"""
     scale, _ = drafter.shape.head_scales or (1.0, None)
     return drafter.head.embed_weight[ids] * scale
 
@@ -420,7 +432,7 @@ def projected(w, name, rows):
 
 
 def keys_and_values(w, prefix, sizes, rows, positions):
-    """[K, G, E] twice, as each architecture makes them."""
+    """Keys and values of an attention layer, as its architecture computes them. [K, G, E] twice"""
 
     def heads(name):
         return projected(w, f"{prefix}.{name}_proj", rows).view(len(rows), sizes.num_key_value_heads, sizes.head_dim)
@@ -435,7 +447,7 @@ def keys_and_values(w, prefix, sizes, rows, positions):
 
 
 def mix(w, prefix, sizes, query_rows, query_positions, k, v, seen):
-    """Plain softmax attention, query by query and head by head; seen [Q, K] says which keys a query may look at."""
+    """Plain softmax attention, one query and head at a time; seen [Q, K] is True where a query may attend to a key."""
     q = projected(w, f"{prefix}.q_proj", query_rows).view(len(query_rows), sizes.num_attention_heads, -1)
     q, gate = (
         (q[..., : sizes.head_dim], torch.sigmoid(q[..., sizes.head_dim :]))
@@ -456,7 +468,7 @@ def mix(w, prefix, sizes, query_rows, query_positions, k, v, seen):
 
 
 def finished(w, layer, sizes, rows, mixed):
-    """The residual stream behind attention and MLP."""
+    """Residual stream after attention and MLP."""
 
     def mlp(rows):
         inner = rows @ w[f"{layer}.mlp.gate_proj.weight"].T
@@ -480,7 +492,7 @@ def finished(w, layer, sizes, rows, mixed):
 
 
 def in_sight(sizes, query_positions, key_positions):
-    """Which keys a layer's queries may look at, context and own alike."""
+    """Mask of the keys, context and own alike, that a layer's queries may attend to. [Q, K]"""
     behind = query_positions[:, None] - key_positions[None]
     seen = torch.ones_like(behind, dtype=torch.bool)
     if sizes.causal:
@@ -489,7 +501,10 @@ def in_sight(sizes, query_positions, key_positions):
 
 
 def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, norm="as configured", use_feature=False):
-    """Stages of a block drafter from one origin: h_{1:t-1} || own states, then anchor and masks. tokens [T], features [T, L D]"""
+    """Final-layer states of a block drafter's stages from one origin. tokens [T], features [T, L D] -> list of [W, D]
+
+    The slots of a stage are its anchor and masks; they attend to h_{1:t-1} || own states and to each other.
+    """
     w, shape, first = drafter.state_dict(), drafter.shape, drafter.shape.layers[0]
     norms = {"context_norm": "hidden_norm", "post_norm": "norm", "raw": None}
     name = norms[shape.state if norm == "as configured" else norm]
@@ -520,7 +535,7 @@ def plain_block_stages(drafter, tokens, features, origin, count, *, shift=0, nor
 
 
 def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=False, use_feature=False, shift=0):
-    """k passes a stage from one origin, every row recomputed from its inputs (EAGLE-3 and Qwen3.5's MTP)."""
+    """Stages of EAGLE-3 or Qwen3.5's MTP from one origin, every row recomputed from its inputs. list of [k, D]"""
     w, sizes, layer = drafter.state_dict(), drafter.shape.layers[0], "layers.0"
     embedded = embedded_by_hand(drafter, tokens)
 
@@ -562,7 +577,10 @@ def plain_chain_stages(drafter, tokens, features, origin, count, *, other_norm=F
 
 
 def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_norm=False, use_feature=False, shift=0):
-    """k passes a stage over the target's own keys and values, which stand still, and so does the position."""
+    """Stages of Gemma 4's assistant from one origin. list of [k, D]
+
+    All passes read the same keys and values of the target, at the same position.
+    """
     w, shape = drafter.state_dict(), drafter.shape
     embedded, width = embedded_by_hand(drafter, tokens), shape.target_hidden_size
     (groups, size, _), _ = shape.shared_kv
@@ -607,7 +625,11 @@ def test_stages_equal_the_papers_equation(drafter, text):
 
 @pytest.mark.parametrize("mutation", [{"shift": 1}, {"other norm": True}, {"use_feature": True}], ids=str)
 def test_a_wrong_equation_is_told_apart(drafter, text, mutation):
-    """Own states shifted by one, pre- for post-norm, a target feature in place of an own state: each must differ in stages 2 and 3."""
+    """Each wrong variant must differ in stages 2 and 3, so the test above would notice it.
+
+    The variants shift own states (or positions) by one, exchange the states before and after a norm, and use
+    target features in place of own states.
+    """
     tokens, features, _ = text
     if "other norm" in mutation:
         mutation = {"norm": "raw"} if hasattr(drafter, "absorb") else {"other_norm": True}
@@ -628,7 +650,7 @@ def gru(w, memory, row):
 
 
 def plain_correction(drafter, normed, anchor, said):
-    """What a token head adds to the logits of slots [k, D], slot by slot; the token before slot 0 is the anchor."""
+    """What a token head adds to the logits of each slot; the token before slot 0 is the anchor. [k, D] -> [k, V]"""
     w, shape, out = drafter.state_dict(), drafter.shape, []
     memory = torch.zeros(getattr(shape, "gru_hidden_dim", None) or shape.markov_rank, dtype=normed.dtype)
     for slot, (row, token) in enumerate(zip(normed, [anchor, *said], strict=False)):
@@ -657,7 +679,7 @@ def plain_correction(drafter, normed, anchor, said):
 
 
 def plain_head(drafter, rows, anchor, said):
-    """Logits [k, V] and confidence [k] of a stage's final states [W, D] that says these tokens."""
+    """Logits [k, V] and confidence [k], or None, of a stage with final states [W, D] and drafted tokens `said`."""
     w, shape, first = drafter.state_dict(), drafter.shape, drafter.shape.layers[0]
     if shape.alignment:
         rows = rows[1 : 1 + drafter.k] if shape.alignment == "fill_in" else rows[: drafter.k]
@@ -667,7 +689,7 @@ def plain_head(drafter, rows, anchor, said):
     _, cap = shape.head_scales or (1.0, None)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     if hasattr(drafter, "codes"):
-        logits = logits + plain_correction(drafter, normed, anchor, said)  # behind the softcap
+        logits = logits + plain_correction(drafter, normed, anchor, said)  # after the softcap
     if "confidence_head.proj.weight" not in w:
         return logits, None
     inputs = (
@@ -692,13 +714,13 @@ def assert_heads_equal(drafter, tokens, features, origin):
 
 
 def test_logits_equal_a_plain_recomputation(drafter, text):
-    """Final norm, lm_head, softcap, what a token head adds, and the confidence, written out slot by slot."""
+    """Final norm, lm_head, softcap, the token head's correction and the confidence, computed slot by slot."""
     tokens, features, _ = text
     assert_heads_equal(drafter, tokens, features, 6)
 
 
 def heads(count, groups, size, layers=None, **more):
-    """Attention of other sizes, in the first `layers` layers."""
+    """Function that gives the first `layers` layers of a shape other attention sizes."""
     changed = dict(num_attention_heads=count, num_key_value_heads=groups, head_dim=size) | more
     return lambda shape: replace(shape, layers=tuple(replace(layer, **changed) for layer in shape.layers[:layers]))
 
@@ -710,7 +732,7 @@ def sliding(window, causal, **more):
 
 
 def mixed_gemma4(shape):
-    """A sliding layer in front of a full one, each with heads and rotary positions of its own."""
+    """A sliding-window layer before a full one, with different heads and rotary positions."""
     slides = replace(
         shape.layers[0],
         window=3,
@@ -756,20 +778,20 @@ def mixed_gemma4(shape):
     ],
 )
 def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
-    """Heads that do not divide D, one key head, windows smaller than a block and larger than the text, other prefixes and ranks."""
+    """Heads that do not divide D, one key head, windows smaller than a block or larger than the text, other ranks."""
     shape, generator = change(shape_of(variant, tiny_target)), torch.Generator().manual_seed(1)
     drafter = make_drafter(variant, tiny_target, shape=shape)
     tokens = torch.randint(60, 240, (1, 25), generator=generator)
     read = tiny_target.read(tokens[:, :-1], feature_spec=shape.feature_spec).features
     features = torch.randn(
         read.shape, generator=generator, dtype=read.dtype
-    )  # of any target: this one lends one layer's keys twice
+    )  # the tiny target gives the same layer's keys twice, which would hide a mix-up
     ours = stages_of(drafter, tokens, features, torch.tensor([[6]]), 3)
     for a, b in zip(ours, plain_stages(drafter, tokens[0], features[0], 6, 3), strict=True):
         torch.testing.assert_close(a[0, 0], b, rtol=0, atol=1e-6)
     together = stages_of(
         drafter, tokens, features, torch.tensor([[9, 6]]), 3
-    )  # without decoding's short cut for one branch
+    )  # two branches do not take the shortcut for one branch
     for a, b in zip(ours, together, strict=True):
         torch.testing.assert_close(a[0, 0], b[0, 1], **EXACT)
     assert_heads_equal(drafter, tokens, features, 6)
@@ -785,12 +807,12 @@ def test_other_sizes_obey_the_same_laws(variant, change, tiny_target, tmp_path):
 
 
 def test_ids_of_the_draft_vocabulary_are_those_kept_of_the_targets(drafter):
-    """Row i of the logits is the i-th kept token, for what is drafted and for what the target teaches."""
+    """Column i of the logits is the i-th kept token, for drafted tokens and for the target's distribution."""
     rows = torch.arange(
         drafter.shape.draft_vocab_size if hasattr(drafter.shape, "draft_vocab_size") else drafter.shape.vocab_size
     )
     reduced = getattr(drafter, "t2d", None) is not None
-    kept = torch.arange(50, 250) if reduced else rows  # as make_drafter keeps them
+    kept = torch.arange(50, 250) if reduced else rows  # the ids that make_drafter keeps
     assert torch.equal(drafter.token_ids(rows), kept) and torch.equal(drafter.token_ids(rows.flip(0)), kept.flip(0))
     if reduced:
         assert torch.equal(drafter.kept_ids(), kept) and torch.equal(drafter.t2d.nonzero()[:, 0], kept)

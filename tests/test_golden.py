@@ -1,4 +1,4 @@
-"""Golden: one stage of every family equals the public implementation, folder by folder."""
+"""Golden tests: one stage of every family equals recorded outputs of the public implementation."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def close(ours, golden, what):
 
 
 def drafter_folder(folder):
-    """Where the drafter's config.json stands: an assistant has a folder of its own beside its target's."""
+    """The folder with the drafter's config.json: for an assistant a subfolder, beside that of its target."""
     return folder if (folder / "config.json").is_file() else folder / "assistant"
 
 
@@ -59,14 +59,17 @@ def test_golden(folder):
 
 NORMS = {"specforge_eagle3": "layers.0.hidden_norm"}
 JOINTS = {"gemma4_assistant": "pre_projection"}
-"""Where a layout's norm and its concatenation stand that are not q_norm and fc. (Gemma's norms on keys and values hide the size of what stands before them.)"""
+"""Modules of a layout that a fault is put into, if they are not the first layer's q_norm (norm) and fc (concatenation).
+
+The norm is q_norm because Gemma's norms of keys and values would cancel a change of scale before them.
+"""
 
 
 @pytest.mark.skipif(not FOLDERS, reason=f"no golden folders in {GOLDEN}; set DLOOP_GOLDEN")
 @pytest.mark.parametrize("fault", ["norm", "offset", "concat"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_fault_is_told(folder, fault, monkeypatch):
-    """One norm too large, queries one position late, or the parts of the input in another order."""
+    """The checks fail if a norm is too large, queries are one position late, or parts of the input are reordered."""
     layout, right = layout_name(folder), Attention.forward
     loaded = load_drafter
 
@@ -109,7 +112,7 @@ def zlab_dflash(folder, io):
 
 
 def one_block(drafter, io):
-    """The stage of a block drafter behind the context, from the anchor at its end."""
+    """One stage of a block drafter, with the anchor at the first position after the context."""
     length = io["target_hidden"].shape[1]
     state = drafter.begin(
         Context(torch.zeros(1, length + 1, dtype=torch.long), io["target_hidden"]), torch.tensor([[length]])
@@ -128,7 +131,7 @@ def deepspec_dflash(folder, io):
 
 
 def greedy_block(drafter, stage, anchors):
-    """What a drafter says, and the logits that it says it from."""
+    """The most likely tokens of a stage and the logits from which they are chosen. -> [1, k], [1, k, V]"""
     seen = []
 
     def most_likely(logits):
@@ -152,7 +155,10 @@ def deepspec_dspark(folder, io):
 
 
 def specforge_domino(folder, io):
-    """The public implementation drafts W - 1 tokens whatever the alignment; its logits are those of all W slots, of which a fill-in block predicts from slot 1 on."""
+    """The public implementation drafts W - 1 tokens with both alignments, and has logits of all W slots.
+
+    A fill-in block predicts from slot 1 on.
+    """
     head, shape = TargetHead(io["target_embed_tokens"], io["target_lm_head"]), read_shape(folder)
     drafter = load_drafter(
         folder, DominoConfig(alignment=shape.alignment, num_draft_tokens=io["draft_tokens"].shape[1]), head
@@ -165,14 +171,17 @@ def specforge_domino(folder, io):
     whole = load_drafter(folder, DominoConfig(alignment=shape.alignment), head)
     final = io["final_logits"][:, whole.predicts]
     close(logits, final[:, : tokens.shape[1]], "final_logits")
-    more = torch.cat([tokens, tokens[:, :1]], dim=1)[:, None, : whole.k]  # the last token is read by no slot
+    more = torch.cat([tokens, tokens[:, :1]], dim=1)[:, None, : whole.k]  # no slot reads the last token
     close(
         whole.rescore(one_block(whole, io), io["anchor"], more)[:, 0], final, "final_logits of all slots that predict"
     )
 
 
 def qwen35_mtp(folder, io):
-    """context_hidden[:, t] is the row of (input_ids[:, t + 1], target_final_hidden[:, t]); the chain goes on from the last of them."""
+    """context_hidden[:, t] is the row of (input_ids[:, t + 1], target_final_hidden[:, t]).
+
+    The chain continues from the last of these rows.
+    """
     head, length, steps = (
         TargetHead(**read_head_tensors(folder)),
         io["context_hidden"].shape[1],
@@ -197,7 +206,7 @@ def qwen35_mtp(folder, io):
 
 
 def gemma4_assistant(folder, io, known=20):
-    """Rows 0..19 are known, the id at 20 is the bonus token; both conventions of its position."""
+    """Rows 0 to 19 are known, and the id at 20 is the anchor. Both values of drafter.draft_position are checked."""
     config = json.loads((folder / "target" / "config.json").read_text())
     head = TargetHead(
         **read_head_tensors(folder / "target"),
@@ -228,7 +237,10 @@ def gemma4_assistant(folder, io, known=20):
 
 
 def specforge_eagle3(folder, io):
-    """Golden index i is row i: target features of position i with the token at i + 1. That row opens the branch of origin i + 1."""
+    """Golden index i is row i: the target's features at position i with the token at i + 1.
+
+    This row is the first pass of the branch of origin i + 1.
+    """
     steps = sum(name.startswith("hidden_step") for name in io)
     drafter = load_drafter(folder, Eagle3Config(tokens_per_stage=steps), None)
     shifted, features = io["input_ids"], io["target_hidden"]
@@ -258,7 +270,7 @@ def deepspec_eagle3(folder, io):
     def greedy(step, hidden):
         return drafter.logits(hidden).argmax(-1)
 
-    # Every context row is the first pass of a branch of its own; the last one then drafts.
+    # Every context row is the first pass of a branch of its own. Drafting then starts from the last row.
     rows = drafter.begin(Context(ids, features), torch.arange(1, length + 1)[None])
     first = drafter.stage(rows, ids[:, 1:], greedy).hidden[:, :, 0]
     close(first, io["context_hidden"], "context_hidden")
@@ -284,7 +296,7 @@ CHECKS = {
 
 
 WITHOUT_FOLDER = {"speculators_dflash", "speculators_dspark"}
-"""Layouts that hold the same modules under the same names as DeepSpec's (tests/test_vocabulary.py compares the two)."""
+"""Layouts with the same modules and names as DeepSpec's; tests/test_vocabulary.py compares them."""
 
 
 def test_every_layout_has_a_check():
@@ -294,7 +306,7 @@ def test_every_layout_has_a_check():
 @pytest.mark.skipif(not FOLDERS, reason=f"no golden folders in {GOLDEN}; set DLOOP_GOLDEN")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_save_back(folder, tmp_path):
-    """A public checkpoint written back holds the same tensors and a config that reads the same."""
+    """A public checkpoint that is loaded and saved has the same tensors, and its config is read as the same shape."""
     require_saved_back(drafter_folder(folder), layout_name(folder), tmp_path)
 
 
@@ -302,7 +314,10 @@ def test_save_back(folder, tmp_path):
     not (GOLDEN / "specforge_eagle3_llama").is_dir(), reason=f"no golden EAGLE-3 folder in {GOLDEN}; set DLOOP_GOLDEN"
 )
 def test_save_back_of_a_whole_vocabulary_leaves_out_its_maps(tmp_path):
-    """The reduced file is the one above; here its head has a row for every token and its maps name all of them, so they carry nothing."""
+    """If the head has a row for every token, the maps d2t and t2d carry no information and are not saved.
+
+    The golden file has a reduced vocabulary (see test_save_back); here its head and maps are widened to all tokens.
+    """
     place = tmp_path / "whole"
     shutil.copytree(drafter_folder(GOLDEN / "specforge_eagle3_llama"), place)
     config = json.loads((place / "config.json").read_text())
@@ -334,7 +349,7 @@ def require_saved_back(place: Path, name: str, out: Path) -> None:
     drafter = load_drafter(place, family, None)
     save_drafter(drafter, out, section={}, target=None, dtype=torch.float32)
     before, after = (read_tensors(where, getattr(module, "PREFIX", "")) for where in (place, out))
-    before = checked_maps(before)  # maps of a draft vocabulary that is the whole one say nothing, and may go
+    before = checked_maps(before)  # maps of the whole vocabulary carry no information and may be dropped
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert read_shape(out) == shape

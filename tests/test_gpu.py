@@ -1,4 +1,4 @@
-"""What only an accelerator can show: block drafters at Qwen3-4B's size in bf16, and FlexAttention's gradients and memory."""
+"""Tests that need a GPU: block drafters at Qwen3-4B's size in bf16, and compiled FlexAttention."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from dloop_train.types import KV, Context, TargetSpec
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["dflash", "domino", "dspark"])
 def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
-    """Random weights: two looped stages of 64 branches, finite, and within bf16's noise of fp32."""
+    """With random weights, two stages of 64 branches are finite and within bf16 rounding of fp32."""
     config = composed(
         f"+drafter={family}",
         "+target=qwen3_4b",
@@ -68,7 +68,10 @@ def test_block_drafters_at_qwen3_4b_size_in_bf16(family):
     ],
 )
 def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches):
-    """FlexAttention, compiled, against the dense masks of the same rule on the CPU; its forward on a CPU is in test_drafters.py. Heads without a kernel have dense masks on both."""
+    """Compiled FlexAttention equals attention with dense masks on the CPU, with gradients.
+
+    Head sizes without a kernel use dense masks on both devices. test_drafters.py tests the forward pass on a CPU.
+    """
     generator = torch.Generator().manual_seed(0)
     length, slots, drafted, heads, groups = (
         1024,
@@ -76,7 +79,7 @@ def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches)
         16,
         8,
         2,
-    )  # few queries have a kernel of their own
+    )  # FlexAttention uses another kernel for few queries
     shapes = [
         (2, branches, slots, heads, size),
         *[(2, length, groups, size)] * 2,
@@ -92,7 +95,7 @@ def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches)
         inputs = [value.to(device).requires_grad_() for value in values]
         context_mask = ContextMask(origin.to(device), torch.zeros_like(origin, device=device))
         queries, keys, rows, own_keys, own_rows = inputs
-        for left in (branches, branches - 17):  # the second time in a mask that is cut
+        for left in (branches, branches - 17):  # the second time with a block mask that is cut down
             output = loop_attention(
                 queries[:, :left],
                 KV(keys, rows),
@@ -111,7 +114,10 @@ def test_blocks_equal_parts_with_their_gradients(window, causal, size, branches)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("size", [8, 16, 64, 128, 256, 512])
 def test_heads_of_all_sizes_fit(size):
-    """Output and gradients in bf16, against fp32 on the CPU. Gemma 4 has heads of 256 and 512; those of 8, as in tiny drafters, have dense masks."""
+    """Output and gradients in bf16 are close to fp32 on the CPU.
+
+    Gemma 4 has heads of 256 and 512. Heads of 8, as in tiny drafters, use dense masks.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 40, 8, 8, size), *[(2, 200, 2, size)] * 2, *[(2, 40, 16, 2, size)] * 2]
     values = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -130,7 +136,10 @@ def test_heads_of_all_sizes_fit(size):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_long_text_needs_no_dense_mask():
-    """4096 tokens, 512 origins of 8 slots, 32 heads: dense scores would take 4 GB in fp32, blocks take a tenth at most."""
+    """4096 tokens, 512 origins of 8 slots, 32 heads.
+
+    Dense scores and their gradients would take 4 GB in fp32; FlexAttention stays below 0.4 GB.
+    """
     torch.manual_seed(0)
     make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
     queries, context, own = (
@@ -140,7 +149,7 @@ def test_a_long_text_needs_no_dense_mask():
     )
     origin = torch.randint(1, 4096, (1, 512), device="cuda").sort().values
     context_mask = ContextMask(origin, torch.zeros_like(origin))
-    loop_attention(queries, context, own, context_mask, 128**-0.5)  # compiles, and makes the mask
+    loop_attention(queries, context, own, context_mask, 128**-0.5)  # compiles and makes the block mask
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loop_attention(queries, context, own, context_mask, 128**-0.5).sum().backward()

@@ -1,4 +1,4 @@
-"""Starting ranks: who takes part, what a hostfile says, one cause of a failure, stopping and going on; on this machine."""
+"""Tests of starting ranks on this machine: their number, hostfiles, error reports, stop and resume."""
 
 import importlib
 import os
@@ -56,7 +56,10 @@ def hostfile(tmp_path: Path, text: str) -> Path:
 
 
 def test_who_takes_part(tmp_path, monkeypatch):
-    """This machine, a hostfile's slots, or as many on every node of an allocation; one node of Slurm needs no srun, its login node does."""
+    """Ranks run on this machine, in the slots of a hostfile, or in equal numbers on every node of a Slurm allocation.
+
+    With an allocation of one node, srun is needed on the login node but not on the node itself.
+    """
     assert world(config_of(tmp_path, processes=3)) == World("torchrun", 1, 3)
     hosts = str(hostfile(tmp_path, "# two kinds of node\na slots=4\nb  slots=2  # the old one\n\n"))
     assert world(config_of(tmp_path, hostfile=hosts)) == World("hostfile", 2, 6)
@@ -75,7 +78,7 @@ def test_who_takes_part(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("phase", ["generate", "cache", "evaluate"])
 def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, monkeypatch):
-    """One node and one rank, and yet not here: this may be a login node."""
+    """Even one rank on one node is started by srun, because the shell of salloc may run on a login node."""
 
     class Started(Exception):
         pass
@@ -111,7 +114,7 @@ def test_nothing_heavy_runs_where_the_shell_of_salloc_stands(phase, tmp_path, mo
 
 
 def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
-    """DeepSpeed's own variable holds for the target's device and for the number of ranks."""
+    """DS_ACCELERATOR, DeepSpeed's variable, decides the target's device and the number of ranks."""
     for module, name, value in (
         (torch.accelerator, "is_available", True),
         (torch.accelerator, "device_count", 4),
@@ -125,7 +128,10 @@ def test_each_gpu_has_a_rank_unless_the_cpu_is_asked_for(monkeypatch):
 
 
 def test_a_node_s_gpus_reach_its_ranks(tmp_path, monkeypatch):
-    """srun starts one agent on each node, which counts what it has; GPUs that came with the whole node are asked for."""
+    """srun starts one agent on each node, which counts the GPUs of its node.
+
+    If the job has its GPUs because it has whole nodes (--exclusive), the srun step must request them.
+    """
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "first_host", lambda: "n1")
@@ -169,7 +175,10 @@ def test_what_cannot_be_started_is_explained(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count, wanted", [(2, ["given back", "started"]), (0, ["started"])])
 def test_ranks_have_the_accelerator_s_memory_to_themselves(count, wanted, tmp_path, monkeypatch):
-    """A target that an earlier phase had in this process is gone, but torch keeps its memory for the next one. Without an accelerator torch refuses to be asked."""
+    """Memory that torch has cached since an earlier phase in this process is released before the ranks start.
+
+    Without an accelerator empty_cache must not be called, since it would raise an error.
+    """
     done: list[str] = []
     monkeypatch.setattr(launch, "accelerators", lambda: count)
     (tmp_path / "runs" / "a").mkdir(parents=True)
@@ -217,7 +226,7 @@ def test_the_first_cause_is_kept(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp_path, monkeypatch):
-    """NCCL's watchdog aborts the ranks that one has left; only SIGKILL is a cause by itself."""
+    """NCCL's watchdog aborts ranks after another one has failed, so only SIGKILL replaces a recorded cause."""
     failure = tmp_path / "failure.txt"
     monkeypatch.setenv(FAILURE, str(failure))
     if before:
@@ -242,7 +251,7 @@ def test_a_signal_that_may_be_an_effect_hides_no_cause(codes, before, after, tmp
 def test_a_job_goes_back_into_the_queue_as_often_as_its_time_ends_and_ten_times_for_lost_nodes(
     code, nodes, answers, losses, requeued, tmp_path
 ):
-    """It has been at its time limit fifty times."""
+    """The job has been restarted fifty times at its time limit; these restarts do not count as lost nodes."""
     (tmp_path / "bin").mkdir()
     for name, script in {
         "activate": f"PATH={tmp_path}/bin:$PATH",
@@ -277,7 +286,7 @@ def test_a_job_goes_back_into_the_queue_as_often_as_its_time_ends_and_ten_times_
 
 
 class Command:
-    """The command on the tiny target with two ranks, in a process group of its own."""
+    """The command on the tiny target, as a subprocess in a process group of its own."""
 
     def __init__(self, root: Path, *overrides: str):
         self.root = root
@@ -326,7 +335,10 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_stopped_and_gone_on_with_is_the_same_training(whole, tmp_path):
-    """SIGUSR1 during training: exit code 75 and no error, then the same command; on ranks that a hostfile names, too."""
+    """SIGUSR1 ends a training with exit code 75 and no error, and the same command completes it with equal weights.
+
+    This is tested for ranks given by launch.processes and by a hostfile.
+    """
     (tmp_path / "root").mkdir()
     hosts = hostfile(tmp_path, "localhost slots=2\n")
     for who in ("launch.processes=2", f"launch.hostfile={hosts}"):
@@ -356,7 +368,7 @@ def test_a_command_that_is_ended_leaves_no_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_told(tmp_path):
-    """It cannot say so itself; the other rank's broken connection is not the cause."""
+    """The reported cause is the signal, not the broken connection that the other rank reports."""
     command = Command(tmp_path / "root", "launch.processes=2", "train.steps=4000")
     command.wait_for_steps(2)
     os.kill(processes_of(command.root)[1], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Lossless on every architecture: behind drafters of its own kind, taught for a moment, each target says what plain decoding says."""
+"""Tests on every target architecture that decoding with its drafters gives plain decoding's text."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LENGTH = 24
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Counting ones, which the drafters know, and random ones of all lengths, past Gemma's window too."""
+    """Counting prompts, as in the drafters' training, and random ones, some longer than Gemma's window."""
     generator = torch.Generator().manual_seed(7)
     counting = counting_prompts(count // 2).tolist()
     return counting + [
@@ -42,7 +42,7 @@ def texts_are_the_targets_own(name: str, count: int, variants: tuple[str, ...]) 
                 f"{variant} on {name} behind {prompt}"
             )
             rounds += [emission.round for emission in emissions if emission.round is not None]
-        # The law would be hollow without loops, whole blocks and rejections.
+        # The test proves little unless rounds with several stages, whole accepted blocks and rejections occur.
         assert (
             any(r.stages > 1 for r in rounds)
             and any(r.accepted > drafter.k for r in rounds)

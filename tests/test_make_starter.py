@@ -1,4 +1,4 @@
-"""data/make_starter.py: a starter's provenance has the commands that made it."""
+"""Tests of data/make_starter.py: a starter's provenance has the commands that made it."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ spec.loader.exec_module(make_starter)
 
 
 def test_the_training_command_has_the_trainings_settings_and_the_export_its_own(tmp_path):
-    """The overrides on disk are the export's: another number of steps or another gate there is not what was trained."""
+    """The overrides on disk are those of the export, whose steps and gate may differ from the training's."""
     run = tmp_path / "dspark"
     write_atomic(
         run / "training.json",
@@ -36,11 +36,13 @@ def test_the_training_command_has_the_trainings_settings_and_the_export_its_own(
     write_atomic(run / "hydra" / "overrides.yaml", json.dumps(words))
     trained, exported = make_starter.commands(run, make_starter.settings_of_training(run), 2)
     assert trained == (
-        "python -m dloop_train +experiment=starter train.steps=800 train.lr=4e-4 train.validate_every=400 train.validate_prompts=16 gate.threshold=replay "
+        "python -m dloop_train +experiment=starter train.steps=800 train.lr=4e-4 train.validate_every=400 "
+        "train.validate_prompts=16 gate.threshold=replay "
         "name=dspark drafter.width=4 phases=[generate,cache,train]"
     )
     assert exported == (
-        "python -m dloop_train +experiment=starter train.steps=1600 train.lr=4e-4 train.validate_every=400 train.validate_prompts=32 gate.threshold=-1.0 "
+        "python -m dloop_train +experiment=starter train.steps=1600 train.lr=4e-4 train.validate_every=400 "
+        "train.validate_prompts=32 gate.threshold=-1.0 "
         "name=dspark drafter.width=2 phases=[export]"
     )
 

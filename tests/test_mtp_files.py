@@ -1,4 +1,4 @@
-"""MTP modules inside a target's own files: read out of them without the rest, and put back into copies of the shards that hold them."""
+"""Tests of MTP modules inside a target's files: reading them alone and merging trained ones back."""
 
 import json
 
@@ -20,7 +20,7 @@ def qwen35():
 
 @pytest.fixture(params=["one file", "shards", "composite"])
 def target_folder(request, qwen35, tmp_path):
-    """A target's folder as released: mtp.* tensors beside its own, which transformers would drop."""
+    """A target's folder as released, with mtp.* tensors, which transformers drops, beside the target's."""
     shards = request.param == "shards"
     qwen35.model.save_pretrained(tmp_path, max_shard_size="20KB" if shards else "1GB")
     module = {f"mtp.{name}": tensor.bfloat16() for name, tensor in make_drafter("mtp", qwen35).state_dict().items()}
@@ -61,7 +61,7 @@ def test_the_module_is_read_without_the_rest(target_folder, qwen35):
 
 
 def test_a_trained_module_goes_back_under_the_same_names(target_folder, tmp_path_factory):
-    """As a side file, and merged: the target's other tensors, dtypes and metadata stay as they are."""
+    """As a file of its own and merged into copies of the shards; the target's other tensors and all dtypes stay."""
     folder, holder, module = target_folder
     drafter, out = load_drafter(folder, settings_of("mtp"), None), tmp_path_factory.mktemp("export")
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_a_trained_module_goes_back_under_the_same_names(target_folder, tmp_path
 
 
 def test_key_and_tensors_must_agree(target_folder):
-    folder, holder, module = target_folder
+    folder, _holder, _module = target_folder
     config = json.loads((folder / "config.json").read_text())
     (config.get("text_config") or config).pop("mtp_num_hidden_layers")
     (folder / "config.json").write_text(json.dumps(config))

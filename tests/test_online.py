@@ -1,4 +1,4 @@
-"""Online features: the target in the training step gives what the store gives."""
+"""Tests of online features: the target in the training step gives the features that a store has."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from dloop_train.phases import artifacts, cache, generate, plan, train
 from dloop_train.runs import read_jsonl
 
 PAIRS = [("dflash", "tiny_llama"), ("eagle3", "tiny_qwen3"), ("mtp", "tiny_qwen35"), ("mtp_assistant", "tiny_gemma4")]
-"""Taps, the last hidden state alone, and shared keys and values; every architecture."""
+"""Drafters that read taps, only the last hidden state, or shared keys and values; every architecture of targets."""
 SMALL = [
     "prompts.limit=7",
     "generate.max_new_tokens=6",
@@ -26,7 +26,7 @@ SMALL = [
 
 @pytest.fixture(params=PAIRS, ids="-".join, scope="module")
 def sources(request, tmp_path_factory):
-    """A training's batches from disk and online, each sample read by the target on its own in both."""
+    """A function that makes the source of a training's batches, from disk or online."""
     drafter, target = request.param
 
     def make(kind, *more):
@@ -59,7 +59,10 @@ def equal(first, second):
 
 
 def test_online_features_are_the_stored_ones(sources):
-    """Bit by bit where the target reads the same batches (here each sample alone), in any order and padding of the training's own."""
+    """They are bitwise equal if the target reads the same batches (here each sample alone).
+
+    Order and padding of the training's batches do not matter.
+    """
     disk, online = (sources(kind, "++cache.batch_tokens=1") for kind in ("disk", "online"))
     assert disk.lengths == online.lengths and len(disk) == len(online) == 7
     for indices in ([0], [3, 1, 6], [5, 0, 4, 2]):
@@ -67,7 +70,7 @@ def test_online_features_are_the_stored_ones(sources):
 
 
 def test_other_batches_of_the_target_change_rounding_alone(sources):
-    """What is padded, and how far, changes no number but by the order of sums."""
+    """Padding changes numbers only through the order of sums."""
     disk, online = sources("disk"), sources("online", "++cache.batch_tokens=300")
     same(
         ready(disk, [0, 3, 5, 6]),
@@ -77,7 +80,7 @@ def test_other_batches_of_the_target_change_rounding_alone(sources):
 
 
 def test_a_batch_can_be_trained_on(sources):
-    """What the target gives in inference mode goes into a backward pass."""
+    """Features that the target computes in inference mode can be used in a backward pass."""
     batch = ready(sources("online"), [0, 1])
     weight = torch.ones(batch.features.shape[-1], requires_grad=True)
     (batch.features * weight).sum().backward()
@@ -141,7 +144,7 @@ def test_online_stores_nothing_and_is_another_training(tmp_path, capsys):
     ],
 )
 def test_a_training_is_the_same_online(drafter, target, ranks, zero, tmp_path):
-    """Loss by loss, over several ranks and ZeRO stages."""
+    """All losses and accuracies are equal, on one and on two ranks and with all ZeRO stages."""
     rows = {}
     for kind in ("disk", "online"):
         command = [

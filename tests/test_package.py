@@ -1,4 +1,4 @@
-"""The package as a whole: every YAML builds, imports point down, the README names every file, no path of one machine."""
+"""Tests of the package as a whole: YAML files, import layers, README, local paths and the wheel."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ from dloop_train.drafters.base import DrafterConfig
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dloop_train"
 NOT_SETTINGS = ("cluster", "hydra")
-"""Groups whose files hold Hydra's settings, not ours."""
+"""Groups whose files contain settings of Hydra, not of dloop_train."""
 LAYERS = {
     "types": 0,
     "config": 0,
@@ -45,7 +45,7 @@ LAYERS = {
     "__main__": 5,
 }
 STRANGERS = {"training", "decoding"}
-"""These do not know each other."""
+"""Packages that must not import each other."""
 RELEASED = {
     r"z-lab/.*-DFlash.*": ("dflash", "zlab_dflash", "fill_in"),
     r"(deepseek-ai/|starter:)dflash_.*": ("dflash", "deepspec_dflash", "shifted"),
@@ -57,7 +57,7 @@ RELEASED = {
     r"(Qwen/Qwen3\.5-|starter:mtp_).*": ("mtp", "qwen35_mtp", None),
     r"google/gemma-4-.*-assistant": ("mtp_assistant", "gemma4_assistant", None),
 }
-"""Family, layout and alignment of the weights with such an id."""
+"""Family, layout and alignment of weights, by a pattern for their id."""
 
 YAMLS = sorted(file for file in CONF.glob("*/**/*.yaml") if file.relative_to(CONF).parts[0] not in NOT_SETTINGS)
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -68,7 +68,10 @@ def shown(file: Path) -> str:
 
 
 def choices(file: Path) -> list[str]:
-    """Overrides that bring a YAML into the composed tree; the tiny target and EAGLE-3, which has a pair with every target, where it needs company."""
+    """Overrides that bring a YAML into the composed tree.
+
+    A missing target is tiny_llama; a missing drafter is EAGLE-3, which has a pair with every target.
+    """
     group, name = file.relative_to(CONF).parts[0], file.stem
     if group == "experiment":
         return [f"+experiment={name}"]
@@ -79,7 +82,7 @@ def choices(file: Path) -> list[str]:
 
 
 def composed(overrides: list[str]):
-    """The tree as the command composes it; values that are the user's to give (`???`) are made up."""
+    """The tree as the command composes it; values that the user must give (`???`) are filled in."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         tree = compose("config", overrides, return_hydra_config=True)
     HydraConfig.instance().set_config(tree)
@@ -108,14 +111,14 @@ def test_yaml_builds_into_its_dataclass(file):
 
 @pytest.mark.parametrize("file", [file for file in YAMLS if file.parent.name in ("train", *PLUGINS)], ids=shown)
 def test_a_yaml_says_no_default_again(file):
-    """Else one of the two is forgotten when the other changes."""
+    """Otherwise the two could differ after one of them is changed."""
     values = option(file.parent.name, file.stem)
     kind = get_class(values["_target_"]) if "_target_" in values else TYPED[file.parent.name]
     assert [field.name for field in fields(kind) if field.name in values and values[field.name] == field.default] == []
 
 
 def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
-    """The paper's -0.75 for this pair; a gate without threshold, and the user's own word, go before it."""
+    """The paper's -0.75 for this pair; a gate without threshold and the user's own setting take precedence."""
     pair = ["+drafter=eagle3", "+target=qwen3_8b"]
     assert from_hydra(composed(pair)).gate.paper_threshold == -0.75 and from_hydra(composed(pair)).gate.by_replay
     assert from_hydra(composed([*pair, "++gate.threshold=-1.0"])).gate.threshold == -1.0
@@ -126,13 +129,13 @@ def test_a_pair_sets_the_threshold_of_the_gate_that_has_one():
 
 
 def said_briefly(name: str) -> str:
-    """Qwen/Qwen3-4B, qwen3_4b -> qwen34b, as far as names of models go."""
+    """A name without punctuation, case and 'instruct', as in qwen3_4b -> qwen34b."""
     return re.sub(r"[^a-z0-9]|instruct", "", name.lower())
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_pair_agrees_with_the_name_of_its_weights(pair):
-    """Before a download nothing else would notice a wrong one."""
+    """Without this test a wrong id would be noticed only after a download."""
     config = from_hydra(composed(pair_of(pair)))
     drafter = config.drafter
     assert pair == f"{drafter.family}_{config.target.name}"
@@ -143,7 +146,7 @@ def test_a_pair_agrees_with_the_name_of_its_weights(pair):
 
 
 def test_a_pair_may_start_from_another_and_the_command_line_goes_before_both():
-    """domino_tiny_qwen3 is domino_tiny_llama, which is dflash_tiny_llama and a head."""
+    """domino_tiny_qwen3 builds on domino_tiny_llama, which builds on dflash_tiny_llama."""
     config = from_hydra(composed(["+drafter=domino", "+target=tiny_qwen3", "++drafter.width=3"]))
     assert (config.drafter.width, config.drafter.layers, config.drafter.gru_hidden_dim, config.train.origins) == (
         3,
@@ -187,17 +190,17 @@ def test_without_a_pair_the_weights_may_be_named():
 
 
 def pair_cell(pair: str) -> str:
-    """Where a pair's weights come from: their publisher on the hub, a starter, or scratch."""
+    """Source of a pair's weights: their publisher on the hub, a starter, or from scratch."""
     if pair not in PAIRS:
         return "-"
     drafter = composed(pair_of(pair))["drafter"]
     if drafter["init"] == "scratch":
-        return "from scratch" + (", on the starter" if drafter.get("backbone") else "")
+        return "new head on the starter" if drafter.get("backbone") else "from scratch"
     return "starter" if drafter["init"].startswith("starter:") else drafter["init"].split("/")[0]
 
 
 def pair_table() -> str:
-    """The README's table: a row a target (the tiny ones left out), a column a drafter."""
+    """The README's table: one row per target, without the tiny ones, and one column per drafter."""
     drafters = sorted(file.stem for file in CONF.glob("drafter/*.yaml"))
     targets = sorted(file.stem for file in CONF.glob("target/*.yaml") if not file.stem.startswith("tiny_"))
     rows = [["target", *drafters], ["---"] * (len(drafters) + 1)] + [
@@ -218,11 +221,11 @@ def test_every_group_has_options():
 
 def part(module: str) -> str:
     """dloop_train.drafters.base -> drafters; dloop_train itself -> __init__."""
-    return (module.split(".") + ["__init__"])[1]
+    return ([*module.split("."), "__init__"])[1]
 
 
 def imports(file: Path) -> set[str]:
-    """Parts of dloop_train that a file imports, anywhere in it, as modules' names."""
+    """Names of the modules of dloop_train that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -231,7 +234,7 @@ def imports(file: Path) -> set[str]:
             assert node.level == 0, f"{shown(file)}:{node.lineno} is a relative import; write the whole name"
             if node.module != "dloop_train":
                 found.add(node.module)
-            else:  # `from dloop_train import ranks` names a module, `load` is the package's own; the version is anybody's
+            else:  # a module such as ranks, or the package's own load; __version__ may be imported anywhere
                 names = {alias.name for alias in node.names} - {"__version__"}
                 found |= {f"dloop_train.{name}" if name in LAYERS else "dloop_train" for name in names}
     return {name for name in found if name.split(".")[0] == "dloop_train"}
@@ -240,7 +243,7 @@ def imports(file: Path) -> set[str]:
 @pytest.mark.parametrize("file", MODULES, ids=shown)
 def test_imports_point_down(file):
     own = file.relative_to(PACKAGE).with_suffix("").parts[0]
-    assert own in LAYERS, f"{shown(file)} stands in no layer; add {own} to DESIGN's layout, the README and LAYERS"
+    assert own in LAYERS, f"{shown(file)} stands in no layer; add {own} to the README and LAYERS"
     for name in imports(file):
         other = part(name)
         assert LAYERS[other] <= LAYERS[own], f"{shown(file)} imports {name} from a layer above"
@@ -249,47 +252,46 @@ def test_imports_point_down(file):
         )
 
 
-def tree_of_readme() -> dict[str, str]:
-    """Path -> what the README's tree says of it. The first fenced block after the heading; each line starts with a name, folders end with a slash."""
+def folders_of_readme() -> list[str]:
+    """Folders in README's block under "Where things are"; an indented line may name several of one folder."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"## The files\n.*?```\n(.*?)```", text, re.DOTALL)
-    assert block, 'README.md has no fenced file tree under "## The files"'
-    named, folders = {}, []
+    block = re.search(r"## Where things are\n.*?```\n(.*?)```", text, re.DOTALL)
+    assert block, 'README.md has no fenced block of folders under "Where things are"'
+    named, outer = [], ""
     for line in filter(str.strip, block[1].splitlines()):
-        depth = (len(line) - len(line.lstrip())) // 2
-        name, _, said = line.strip().partition(" ")
-        folders[depth:] = [name] if name.endswith("/") else []
-        named["".join(folders[:depth]) + name] = said.strip()
+        names = re.match(r"\s*((?:[\w.]+/ ?)+)", line)[1].split()
+        outer = outer if line.startswith(" ") else names[0]
+        named += [outer + name for name in names] if line.startswith(" ") else names
     return named
 
 
+def test_readme_names_every_folder_and_no_other():
+    files = [*MODULES, *YAMLS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+    files += [file for folder in ("data", "launchers") for file in (ROOT / folder).rglob("*") if file.is_file()]
+    folders = {
+        "/".join(file.relative_to(ROOT).parts[:-1][:2]) + "/" for file in files if "__pycache__" not in file.parts
+    }
+    named = folders_of_readme()
+    assert folders - {"conf/"} == set(named) - {"conf/"}, "folders under 'Where things are' in README.md"
+    assert len(named) == len(set(named)) and len(named) <= 32
+
+
 def first_line(file: Path) -> str:
-    """What a file says that it is for: its docstring's first line, or its first comment."""
+    """Description of a file: the first line of its docstring, or its first comment."""
     lines = [
         line
         for line in file.read_text(encoding="utf-8").splitlines()
         if line.strip() and not line.startswith(("# @package", "#!"))
     ]
-    return lines[0].strip('#" ').rstrip(".")
+    return lines[0] if lines else ""
 
 
-def test_readme_file_tree_names_every_file_as_it_names_itself():
-    named = tree_of_readme()
-    own = [
-        file
-        for file in (
-            *MODULES,
-            *sorted((ROOT / "tests").rglob("*.py")),
-            *sorted((ROOT / "data").glob("*.py")),
-            *CONF.rglob("*.yaml"),
-        )
-        if file.read_text(encoding="utf-8").strip()
-    ]  # empty __init__.py need no line
-    wanted = {shown(file): first_line(file) for file in own}
-    assert not wanted.keys() - named.keys(), "README's file tree lacks these"
-    gone = sorted(name for name in named if not (ROOT / name).exists())
-    assert not gone, f"README's file tree names {gone}, which are not there"
-    assert {name: named[name] for name in wanted} == wanted
+def test_every_file_says_in_its_first_line_what_it_is_for():
+    files = [*MODULES, *YAMLS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "data").glob("*.py")]
+    lines = {shown(file): first_line(file) for file in files if file.read_text(encoding="utf-8").strip()}
+    assert not {name for name, line in lines.items() if not line.startswith(('"""', 'r"""', "#"))}
+    found = list(lines.values())
+    assert not {line for line in found if found.count(line) > 1}
 
 
 def test_no_file_holds_a_path_of_one_machine():
@@ -309,7 +311,7 @@ def test_no_file_holds_a_path_of_one_machine():
 
 
 def test_wheel_runs_in_an_empty_directory(tmp_path):
-    """conf/ and data/ travel inside the wheel: its files alone compose a run, and hold the starters and the prompts."""
+    """The wheel contains conf/ and data/: its files alone compose a run and include the starters and the prompts."""
     pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install dloop_train[test]")
     built, empty = tmp_path / "built", tmp_path / "empty"
     empty.mkdir()

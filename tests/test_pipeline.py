@@ -1,4 +1,4 @@
-"""The command on the tiny target: every phase, killed and resumed, from an empty directory, and what W&B holds afterwards."""
+"""Tests of the command on the tiny target: every phase, kill and resume, and the contents of W&B runs."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_wandb_offline_run_holds_the_training(finished):
 
 
 QUICK = {("mtp", "tiny_qwen35"), ("mtp_assistant", "tiny_gemma4")}
-"""What differs most from DFlash on a Llama; the other tiny pairs run with the slow tests."""
+"""The pairs that differ most from DFlash on Llama. The other tiny pairs run with the slow tests."""
 TINY = sorted(
     pair_of(name)[0].removeprefix("+drafter=") + " " + pair_of(name)[1].removeprefix("+target=")
     for name in PAIRS
@@ -120,7 +120,7 @@ TINY = sorted(
     "pair", [pytest.param(pair, marks=() if tuple(pair.split()) in QUICK else pytest.mark.slow) for pair in TINY]
 )
 def test_every_family_runs_from_prompts_to_a_report(pair, tmp_path):
-    """And its export, loaded as a user does, streams the target's own text."""
+    """The export, loaded as a user would load it, also streams the target's own text."""
     drafter, target = pair.split()
     command = [
         sys.executable,
@@ -147,7 +147,10 @@ def test_every_family_runs_from_prompts_to_a_report(pair, tmp_path):
 
 
 def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
-    """Kill -9 the command and its torchrun as soon as a file that matches `sign` exists; the ranks end with them."""
+    """Kill -9 the command and its torchrun as soon as a file that matches `sign` exists; the ranks end with them.
+
+    Returns False if the command ended before.
+    """
     for _ in range(100_000):
         if list(root.glob(sign)):
             os.killpg(started.pid, signal.SIGKILL)
@@ -155,7 +158,7 @@ def kill_when(root: Path, started: subprocess.Popen, sign: str) -> bool:
             return True
         if started.poll() is not None:
             return False
-        time.sleep(0.001)  # an export of the tiny drafter lasts some milliseconds
+        time.sleep(0.001)  # an export of the tiny drafter takes only some milliseconds
     raise AssertionError("the phase did not get that far")
 
 
@@ -170,7 +173,7 @@ SIGNS = {
 
 
 def records(root: Path) -> dict:
-    """What must not depend on interruptions: responses, features' places, losses, and the rounds' accepted counts."""
+    """Results that must not depend on interruptions: responses, features, rounds, losses and weights."""
     folder = root / "runs" / "dflash-tiny_llama"
     rounds = {
         path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)]
@@ -191,7 +194,7 @@ def records(root: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", sorted(SIGNS))
 def test_kill_and_rerun_gives_the_same(phase, finished, tmp_path):
-    """Kill -9 inside each phase, then the same command: same records, losses and accepted counts."""
+    """After kill -9 inside a phase, the same command gives the same records, losses and accepted counts."""
     small = ["cache.shard_bytes=8000"]
     whole = tmp_path / "whole"
     assert run(whole, *small, cwd=tmp_path).returncode == 0
@@ -241,7 +244,7 @@ def test_unknown_field_lists_the_known(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the wish to end with one's parent is Linux's")
 @pytest.mark.parametrize("victim", ["the command", "torchrun"])
 def test_ranks_end_with_their_starter(victim, tmp_path):
-    """Kill -9 on the command, or on torchrun, alone: no rank may go on writing checkpoints beside the rerun."""
+    """After kill -9 on the command or on torchrun alone, no rank may keep writing checkpoints beside a rerun."""
     started = subprocess.Popen(
         [*COMMAND, "train.steps=100000"],
         env=environment(tmp_path),

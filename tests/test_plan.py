@@ -1,4 +1,4 @@
-"""Laws of the dry run: it leaves no trace, touches no network, and its numbers are those of the artifacts and of the formulas."""
+"""Tests of the dry run: it writes nothing, uses no network, and its numbers match the artifacts."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from dloop_train.checkpoints import gemma4_assistant, zlab_dflash
 from dloop_train.drafters.mtp_assistant import AssistantConfig
 from dloop_train.phases import artifacts, cache, generate, plan
-from dloop_train.phases.plan import measure_rate  # before the fixture replaces it
+from dloop_train.phases.plan import measure_rate  # the function itself, which the fixture below replaces in the module
 
 TINY = (
     "+target=tiny_llama",
@@ -25,7 +25,7 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """An empty hub cache, and an error for whoever opens a connection."""
+    """An empty hub cache, and an error on every attempt to connect."""
 
     def refuse(*_, **__):
         raise AssertionError("a dry run must not reach the network")
@@ -70,7 +70,7 @@ def test_a_hub_prompt_set_is_not_counted_by_downloading(tmp_path):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_step_is_reckoned_before_any_weights_are_here(pair, tmp_path):
-    """For every pair: the size of released weights stands in its YAML. Another size of the user's own goes before it."""
+    """The YAML of every pair has the sizes of the released weights. A size that the user sets takes precedence."""
     config, estimated = planned(tmp_path, *pair_of(pair))
     assert estimated.drafter.step.flops > 0
     if config.drafter.released.get("width"):
@@ -84,7 +84,7 @@ def test_a_step_is_reckoned_before_any_weights_are_here(pair, tmp_path):
     "pair, parameters", [("mtp_qwen35_9b", 243_290_624), ("mtp_assistant_gemma4_12b", 154_421_504 + 262_144 * 1024)]
 )
 def test_released_sizes_are_those_of_the_files(pair, parameters, tmp_path):
-    """As their publishers' files have them; an assistant's own embedding beside the rest."""
+    """Parameters as counted in the published files. The assistant's include its own embedding."""
     assert planned(tmp_path, *pair_of(pair))[1].drafter.parameters == parameters
 
 
@@ -134,7 +134,7 @@ def test_bytes_of_a_store_are_exact(tmp_path):
 
 
 def test_target_flops_by_hand(tmp_path):
-    """Tiny: 5 layers of D = 32, 4 heads and 2 groups of 8, a gated MLP of 64; V = 260."""
+    """tiny_llama has 5 layers with D = 32, 4 heads and 2 groups of size 8, and a gated MLP of 64; V = 260."""
     layer = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
     _, estimated = planned(tmp_path, "+drafter=dflash", *TINY)
     assert estimated.generate_flops == 2 * 5 * layer * 6 * (512 + 12) + 2 * 32 * 260 * 6 * 12
@@ -142,12 +142,12 @@ def test_target_flops_by_hand(tmp_path):
 
 
 def times_of(config):
-    """Of the printed times, by their row: what is done, and how long it takes."""
+    """Row of the printed times -> [work, how long it takes]."""
     return {name: rest for name, *rest in plan.time_rows(config, plan.estimate(config))}
 
 
 def test_work_that_others_do_or_nobody_is_no_work_of_this_run(tmp_path):
-    """features=online stores nothing, and servers answer instead of the target here."""
+    """features=online stores nothing, and with responder=openai servers answer the training prompts."""
     config, estimated = planned(
         tmp_path, "+drafter=dflash", *TINY, "features=online", "responder=openai", "responder.urls=[http://host:1/v1]"
     )
@@ -181,14 +181,15 @@ def test_all_phases_are_divided_by_the_ranks(tmp_path, monkeypatch):
         eight["cache"]
     ) == pytest.approx(float(one["cache"]) / 8)
     monkeypatch.setattr(plan, "default_device", lambda: torch.device("cpu"))
+    # Ranks on a CPU share its cores, so that more of them are not faster.
     assert (
         times_of(planned(tmp_path, "+drafter=dflash", *TINY, "++launch.processes=8")[0])["cache"][1]
         == f"up to about {one['cache']}"
-    )  # on a CPU they share its cores
+    )
 
 
 def held(tmp_path, *overrides):
-    """Bytes of a step's terms, and the row that says the memory."""
+    """Bytes of a step's terms, parameters of the target, the printed row of memory, and the peak in bytes."""
     config, estimated = planned(tmp_path, "+drafter=dflash", *TINY, *overrides)
     terms = {term.name: term.held for term in estimated.drafter.step.terms}
     return (
@@ -200,14 +201,18 @@ def held(tmp_path, *overrides):
 
 
 def test_the_target_is_counted_as_often_as_it_is_there(tmp_path):
-    """From disk: its head, and whole for validations. Online: whole, and again only where drafter and validations compute in another dtype."""
+    """All copies of the target's weights are counted.
+
+    With features from disk these are its head, and the whole target for validations. Online it is the whole target;
+    head and whole target count again only if drafter and validations compute in another dtype.
+    """
     terms, parameters, row, peak = held(tmp_path, "++train.precision=bfloat16")
-    assert (
-        terms["validation's target"] == 2 * parameters and terms["target's embedding and head"] == 2 * 260 * 32
-    )  # tied
+    # Embedding and head are tied, hence one table.
+    assert terms["validation's target"] == 2 * parameters and terms["target's embedding and head"] == 2 * 260 * 32
     assert (
         row
-        == f"about {plan.size(peak)} at most, term by term below; {plan.size(2 * parameters)} of it are the target, there while it validates"
+        == f"about {plan.size(peak)} at most, term by term below; {plan.size(2 * parameters)} of it are the target, "
+        "there while it validates"
     )
     silent, *_, row, without = held(
         tmp_path, "++train.precision=bfloat16", "++train.validate_prompts=0", "++gate.threshold=-0.5"
@@ -301,7 +306,7 @@ def test_drafters_from_scratch_have_the_released_sizes(choices, parameters, tmp_
 
 
 def test_a_dspark_file_has_the_released_bytes(tmp_path):
-    """deepseek-ai's file for Qwen3-8B, without its header: the parameters and both copies in bf16."""
+    """deepseek-ai's file for Qwen3-8B has the parameters and copies of embedding and lm_head in bf16, and a header."""
     _, estimated = planned(
         tmp_path,
         "+drafter=dspark",

@@ -1,4 +1,4 @@
-"""Recorded answers: the same responses come out as were sampled; what a file cannot answer is left out and counted; faults are named."""
+"""Tests of recorded answers: equal to the sampled ones, missing ones counted, faulty files refused."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def test_answers_come_back_as_they_were_sampled(tmp_path, packed):
 
 
 def test_prompts_without_an_answer_are_left_out_and_counted(tmp_path):
-    rows, artifact = answered(tmp_path / "first")
+    rows, _artifact = answered(tmp_path / "first")
     file = tmp_path / "answers.jsonl"
     rows[1]["prompt_ids"][0] += 1
     file.write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))

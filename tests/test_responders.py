@@ -1,4 +1,7 @@
-"""Responders over HTTP: a real server on the tiny target, with faults; and vLLM's, where one runs."""
+"""Tests of responders over HTTP, with a server on the tiny target that injects faults.
+
+One test uses a real server, such as vLLM's, if DLOOP_OPENAI_URL is set.
+"""
 
 import contextlib
 import json
@@ -26,7 +29,11 @@ from dloop_train.targets.sources import load_target
 
 
 class Server(ThreadingHTTPServer):
-    """Completions of the tiny target over OpenAI's protocol, as vLLM gives them. `faults` are taken one a request; greedy ones, by which the model is known, are kept apart."""
+    """Serves completions of the tiny target over OpenAI's protocol, in vLLM's format.
+
+    Each sampling request is recorded in `asked` and takes one entry of `faults`. Greedy requests, with which the
+    server's model is checked, are recorded in `judged` and take none.
+    """
 
     daemon_threads = True
 
@@ -95,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault == "torn":
             self.send(200, b'{"choices": [{"text": "a')
-        elif fault == "short":  # announces more than comes
+        elif fault == "short":  # the header announces more bytes than follow
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
             self.close_connection = True
         elif fault == "slow":
@@ -183,11 +190,11 @@ def test_answers_are_the_servers_own_ids(server, tmp_path, monkeypatch):
     assert len({body["seed"] for body in server.asked}) == 12 and 1 < server.most <= 4
     again = config_for(tmp_path / "again", server.url, **{"responder.concurrency": 1})
     generate.run(again)
-    assert texts(again) == found  # seeds belong to prompts, whatever the order
+    assert texts(again) == found  # a seed depends on the prompt, not on the order of requests
 
 
 def test_faults_are_tried_again(server, tmp_path):
-    """Errors of the server, lost, torn and slow answers: everything is answered all the same, once."""
+    """After server errors, and lost, incomplete and slow answers, every prompt is still answered exactly once."""
     server.faults = [500, "drop", "torn", "short", "slow", 429, 503, 408] * 2
     config = config_for(tmp_path, server.url)
     generate.run(config)
@@ -195,14 +202,14 @@ def test_faults_are_tried_again(server, tmp_path):
 
 
 def test_a_server_without_ids_is_read_by_its_text(server, tmp_path, capfd):
-    """The same answers where tokenising gives the text back; the others are left out, and counted."""
+    """Answers whose text survives tokenisation are the same as with ids; the others are left out and counted."""
     config = config_for(tmp_path / "ids", server.url, **{"generate.max_new_tokens": 2})
     generate.run(config)
     server.gives_ids = False
     plain = config_for(tmp_path / "text", server.url, **{"generate.max_new_tokens": 2, "responder.max_refused": 1.0})
     generate.run(plain)
     found, facts = texts(plain), artifacts.responses(plain).facts()
-    assert 0 < len(found) < 12  # random bytes are no UTF-8 now and then
+    assert 0 < len(found) < 12  # some answers of random bytes are not valid UTF-8
     own = texts(config)
     assert all(response == own[identity] for identity, response in found.items())
     assert all("\ufffd" in response.text for identity, response in own.items() if identity not in found)
@@ -243,7 +250,7 @@ def test_a_dead_server_is_named_and_nothing_is_lost(server, tiny, tmp_path):
 
 
 def test_what_is_in_flight_when_another_fails_is_kept(server, tmp_path):
-    """Three answers are under way when the fourth request is given up."""
+    """Other requests are in flight when one fails for good; their answers are kept."""
     config = config_for(tmp_path, server.url, **{"responder.retries": 0})
     server.faults = [500]
     with pytest.raises(ConnectionError):
@@ -296,7 +303,10 @@ def test_servers_take_turns_and_stand_in_for_each_other(server, tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def sibling():
-    """Another model with the same tokenizer: a head of its own, since all with tied ones repeat the last token."""
+    """Another model with the same tokenizer.
+
+    Its head is untied, because with a tied head all random models repeat the last token.
+    """
     return load_target(
         composed("+drafter=dflash", "+target=tiny_llama", "target.config.tie_word_embeddings=false").target,
         dtype="float64",
@@ -305,7 +315,7 @@ def sibling():
 
 
 def test_a_server_is_known_by_the_targets_greedy_text(server, tmp_path, capfd):
-    """Few requests, and none of a training prompt before."""
+    """Two greedy requests are enough to check the server's model."""
     config = config_for(tmp_path, server.url, **{"generate.greedy_max_new_tokens": 6})
     generate.run(config)
     assert "chooses 12 of 12 tokens of the target's own greedy text" in capfd.readouterr().err
@@ -313,12 +323,16 @@ def test_a_server_is_known_by_the_targets_greedy_text(server, tmp_path, capfd):
 
 
 def test_a_server_of_another_model_is_refused(server, sibling, tmp_path):
-    """Its ids look right. One of several is enough, and is named; nothing of its answers is kept, and the greedy ones are."""
+    """One wrong server of several stops the phase before any training prompt is sent, and the error names it.
+
+    Its ids are valid, because the tokenizer is the same. The target's greedy answers are kept.
+    """
     other = Server(sibling)
     config = config_for(tmp_path, server.url, other.url, **{"generate.greedy_max_new_tokens": 6})
     with pytest.raises(
         ValueError,
-        match=rf"tiny at {other.url} is not the target tiny_llama .*chooses the target's token 0 times of 12, responder.agreement=0.95 is asked. Serve the target",
+        match=rf"tiny at {other.url} is not the target tiny_llama .*chooses the target's token 0 times of 12, "
+        r"responder.agreement=0.95 is asked. Serve the target",
     ):
         generate.run(config)
     other.shutdown()
@@ -336,7 +350,10 @@ def test_without_greedy_answers_nobody_knows_the_server(server, tmp_path, capfd)
 
 
 def said_but(text: Response, *others: int, asked: list):
-    """A server that chooses the text's own tokens but at some places, and then goes on with its own."""
+    """A greedy server that chooses the text's tokens before the first of the places `others`, and -1 from there on.
+
+    `asked` collects how many tokens each request asks for.
+    """
 
     def said(ids, count):
         asked.append(count)
@@ -359,7 +376,7 @@ def said_but(text: Response, *others: int, asked: list):
     ],
 )
 def test_every_token_is_judged_after_the_texts_own(others, found, requests):
-    """One that differs costs itself alone; a text with many is soon left."""
+    """A differing token does not count against later ones; after STRANGE differing tokens the text is abandoned."""
     text, asked = Response("t", "all", [1, 2], list(range(3, 23)), False, ""), []
     assert (
         openai.agreement(said_but(text, *others, asked=asked), text) == openai.Agreement(*found)
@@ -374,7 +391,7 @@ def test_what_a_server_refuses_says_nothing_of_its_model():
         raise openai.Refused("too long")
 
     assert openai.agreement(refuse, text) == openai.Agreement(0, 0)
-    assert openai.agreement(lambda ids, count: [3], text) == openai.Agreement(3, 1)  # it ended where the target goes on
+    assert openai.agreement(lambda ids, count: [3], text) == openai.Agreement(3, 1)  # it ended before the text did
 
 
 @pytest.mark.parametrize(
@@ -382,14 +399,17 @@ def test_what_a_server_refuses_says_nothing_of_its_model():
     [(100, 95, True), (100, 94, False), (4, 3, True), (4, 2, False), (1000, 979, True), (905, 720, False)],
 )
 def test_the_share_that_must_agree(judged, same, right):
-    """Other kernels may turn over a few near ties, of a short text one."""
+    """Other kernels may decide a few near ties differently; in a short text one differing token is allowed."""
     target = composed("+drafter=dflash", "+target=tiny_llama").target
     with contextlib.nullcontext() if right else pytest.raises(ValueError, match="is not the target tiny_llama"):
         openai.require_agreement(openai.Agreement(judged, same), 0.95, "m at u", target)
 
 
 def test_answers_of_two_models_do_not_mix(server, tmp_path):
-    """Half are there when another model is served, under the target's own name or not; named, it has a key of its own."""
+    """Generating stops if the servers have another model than the stored answers came from.
+
+    With responder.model, the answers of the other model have a key of their own.
+    """
     stop = {"responder.retries": 0, "responder.concurrency": 1}
     config = config_for(tmp_path, server.url, **stop)
     server.faults = [None] * 5 + [500]
@@ -398,7 +418,8 @@ def test_answers_of_two_models_do_not_mix(server, tmp_path):
     server.model = "tiny-fp8"
     with pytest.raises(
         ValueError,
-        match=r"answers.jsonl holds 5 answers of tiny, and the servers have tiny-fp8 now: serve tiny again, or set responder.model=tiny-fp8",
+        match=r"answers.jsonl holds 5 answers of tiny, and the servers have tiny-fp8 now: serve tiny again, "
+        r"or set responder.model=tiny-fp8",
     ):
         generate.run(config)
     server.asked.clear()
@@ -464,7 +485,10 @@ def test_responses_of_servers_have_a_key_of_their_own(tmp_path):
     "vllm.entrypoints.openai.api_server --model <folder of the converted target> --dtype float32",
 )
 def test_a_real_servers_greedy_text_is_the_targets_own(tmp_path):
-    """Token by token what this project's own loop decodes in float32; another token only where two logits are as good as equal."""
+    """At least 22 of 24 texts equal plain decoding in float32.
+
+    The others differ only at near ties: every token's logit is within 1e-3 of the largest one.
+    """
     config = composed(
         "+drafter=dflash",
         "+target=smollm2_135m",
@@ -496,7 +520,7 @@ def test_a_real_servers_greedy_text_is_the_targets_own(tmp_path):
 
 @pytest.mark.slow
 def test_kill_and_rerun_asks_for_what_is_missing(server, tmp_path):
-    """Kill -9 while answers come: those that are there are neither lost nor asked for again."""
+    """After kill -9 during generate, stored answers are neither lost nor requested again."""
     config = config_for(tmp_path, server.url)
     command = [
         sys.executable,
@@ -531,7 +555,7 @@ def test_kill_and_rerun_asks_for_what_is_missing(server, tmp_path):
     started.wait()
     kept = read_jsonl(answers)
     with open(answers, "a") as file:
-        file.write(json.dumps(kept[0])[:30])  # as a kill in the middle of a line leaves it
+        file.write(json.dumps(kept[0])[:30])  # a kill can leave an incomplete last line
     server.faults, server.asked = [], []
     done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

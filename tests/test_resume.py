@@ -1,4 +1,4 @@
-"""Laws of training on many ranks: stages agree, what is not finite changes nothing, a training that died goes on as if it had not."""
+"""Tests of multi-rank training: ZeRO stages agree, non-finite steps are skipped, resume is exact."""
 
 import contextlib
 import itertools
@@ -49,7 +49,10 @@ def all_of(root, cases):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Runs function(folder, *arguments) on two ranks: its folder, and what it returned on each. The quick cases share one start."""
+    """Runs function(folder, *arguments) on two ranks; gives its folder and the value returned on each rank.
+
+    The quick cases run in one start of the processes.
+    """
     held = {}
 
     def found(*case):
@@ -67,11 +70,11 @@ def start(tmp_path_factory):
     return found
 
 
-# What is not finite
+# Steps that are not finite
 
 
 def skipping(root, precision, stages):
-    """Sample 5 turns losses into NaN; what every step does to weights and optimiser."""
+    """Train with a sample 5 that makes losses NaN. By stage: which steps changed a tensor, the state, the samples."""
     found = {}
     for stage in stages:
         training = trainer(root / str(stage), stage, poisoned=5, precision=precision)
@@ -86,7 +89,7 @@ def skipping(root, precision, stages):
         training.train(look)
         changed = [
             any(not torch.equal(a, b) for a, b in zip(one, two, strict=True))
-            for one, two in zip(seen[1:], seen[2:], strict=False)
+            for one, two in itertools.pairwise(seen[1:])
         ]
         found[stage] = changed, training.train_state, [training.plan.samples(step) for step in range(6)]
     return found
@@ -101,7 +104,7 @@ def skipping(root, precision, stages):
     ],
 )
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(precision, stages, start):
-    """At every stage. One rank has the sample; both skip the step, and go on with the next one."""
+    """At every ZeRO stage: one rank has the sample, both ranks skip the step and continue with the next one."""
     folder, ranks = start(skipping, precision, stages)
     for found in ranks:
         for stage, (changed, train_state, samples) in found.items():
@@ -135,7 +138,7 @@ def test_too_many_skipped_steps_stop_the_run_and_keep_the_checkpoint(tmp_path):
 
 
 def skipped_until(bad, steps=1000, **settings):
-    """The step at which a training ends in which `bad(step)` are skipped, and what it says."""
+    """Step and message with which a training stops if the steps with `bad(step)` are skipped; None if it does not."""
     train_state = TrainState()
     for step in range(1, steps + 1):
         train_state = TrainState(
@@ -147,7 +150,7 @@ def skipped_until(bad, steps=1000, **settings):
 
 
 def test_how_many_steps_may_be_skipped():
-    """So many in a row; and of all steps a share, once they are more than that."""
+    """train.max_skipped limits steps in a row; train.max_skipped_share limits all steps, above max_skipped of them."""
     assert (
         skipped_until(lambda step: step > 100)[0] == 111
         and skipped_until(lambda step: step > 100, max_skipped=3)[0] == 104
@@ -160,11 +163,11 @@ def test_how_many_steps_may_be_skipped():
     )
 
 
-# Stages and ranks
+# ZeRO stages and ranks
 
 
 def many_stages(root, kinds, settings):
-    """Log and weights at every stage, and how many numbers each step hands to collectives for its gradients."""
+    """By kind: rows of the log, weights, and the number of elements passed to collectives for gradients."""
     found = {}
     for kind in kinds:
         counted = []
@@ -176,7 +179,7 @@ def many_stages(root, kinds, settings):
 
 @contextlib.contextmanager
 def counting_numbers(counted):
-    """Sizes of what is reduced over ranks, the few sums of the log left out."""
+    """Append the number of elements of each reduction over ranks to `counted`; 0 for the small sums of the log."""
     names = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
     kept = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
 
@@ -201,7 +204,10 @@ def counting_numbers(counted):
 
 @pytest.mark.slow
 def test_stages_ranks_and_micro_batches_agree(tmp_path):
-    """fp32: one curve and one set of weights at every stage, on one, two and three ranks (four micro-batches: some ranks run none), with one micro-batch or four."""
+    """In fp32 the loss curve and weights are equal at every ZeRO stage, on 1, 2 and 3 ranks, with 1 or 4 micro-batches.
+
+    On three ranks, four micro-batches are not divisible, and some ranks run an empty one.
+    """
     kinds = ("0", "1", "2", "3")
     runs = {}
     for ranks, micro in ((1, 4), (1, 1), (2, 1), (3, 1)):
@@ -236,9 +242,12 @@ def test_stages_agree_within_the_noise_of_bf16(tmp_path):
 
 @pytest.mark.slow
 def test_gradients_are_reduced_once_a_step_where_zero_allows(tmp_path):
-    """Stages 0 and 1 hand as many numbers to collectives with four micro-batches as with one; stages 2 and 3 divide gradients, and so reduce each."""
+    """ZeRO stages 0 and 1 reduce as many elements with two micro-batches per rank as with one.
+
+    Stage 2 divides gradients over ranks, and therefore reduces them for every micro-batch.
+    """
     kinds, numbers = ("0", "1", "0-bf16", "1-bf16", "2"), {}
-    for micro in (2, 1):  # of four sequences on two ranks: one micro-batch, or two
+    for micro in (2, 1):  # four sequences on two ranks: one micro-batch per rank, or two
         numbers[micro] = {
             kind: found[2]
             for kind, found in on_ranks(2, many_stages, tmp_path / str(micro), kinds, {"micro_batch_size": micro})[
@@ -250,7 +259,7 @@ def test_gradients_are_reduced_once_a_step_where_zero_allows(tmp_path):
 
 
 def bucket_sizes(root, kinds):
-    """The same trainings with ZeRO's usual bucket and with one that most parameters are too large for."""
+    """The same trainings with ZeRO's usual bucket size and with one that is smaller than most parameters."""
     usual, found = engine.BUCKET, {}
     for kind, size in itertools.product(kinds, (usual, 500)):
         engine.BUCKET = size
@@ -268,11 +277,11 @@ def test_the_size_of_the_bucket_changes_no_number(tmp_path):
         assert equal(weights, weights_small) and [row[:2] for row in rows] == [row[:2] for row in rows_small], kind
 
 
-# What lies on the device, and who waits for whom
+# Memory on the device, and waiting between ranks
 
 
 class Counting(Samples):
-    """A source whose batches are new tensors, and how many micro-batches' features live whenever another is asked for."""
+    """A source of new tensors; `alive` is the number of earlier ones still in memory at each request."""
 
     def __init__(self, target):
         super().__init__(target, shape_of("dflash-shifted", target).feature_spec)
@@ -289,7 +298,7 @@ class Counting(Samples):
 
 
 def one_at_a_time(root, stages):
-    """Four micro-batches a step on two ranks: what of earlier ones lives when the next is made ready."""
+    """Four micro-batches per step and rank; how many earlier features are in memory when the next are requested."""
     found = {}
     for stage, pack in itertools.product(stages, (False, True)):
         source = Counting(load_target(tiny_config(), dtype="float32", device="cpu"))
@@ -300,14 +309,14 @@ def one_at_a_time(root, stages):
 
 @pytest.mark.parametrize("stages", [(1,), pytest.param((0, 2, 3), marks=pytest.mark.slow)])
 def test_features_of_one_micro_batch_lie_on_the_device_at_a_time(stages, start):
-    """Also when the next step's begin."""
+    """This includes the first micro-batch of the next step."""
     _, ranks = start(one_at_a_time, stages)
     for found in ranks:
         assert all(alive == [0] * 12 for alive in found.values()), found
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what ranks do together."""
+    """Counts collective operations."""
 
     count = 0
 
@@ -317,7 +326,11 @@ class Collectives(TorchDispatchMode):
 
 
 def waiting_for_each_other(root):
-    """Chunks of three rows, of which the ranks have different numbers. Domino's head is large enough for ZeRO-3 to divide it."""
+    """Number of collective operations in each forward pass at ZeRO stages 1 and 3, and the log rows.
+
+    The loss is computed in chunks of three rows, and ranks have different numbers of chunks. Domino's head is
+    large enough for ZeRO-3 to divide it over the ranks.
+    """
     shape, found = (
         replace(shape_of("domino-shifted", load_target(tiny_config(), dtype="float32", device="cpu")), emb_dim=512),
         {},
@@ -343,7 +356,7 @@ def waiting_for_each_other(root):
 
 
 def test_ranks_wait_for_each_other_in_a_forward_only_where_weights_are_divided(start):
-    """And there none waits for ever."""
+    """With divided weights (ZeRO-3) no rank waits for ever either, though ranks have different numbers of chunks."""
     _, ranks = start(waiting_for_each_other)
     for found in ranks:
         (seen, rows), (divided, rows_divided) = found[1], found[3]
@@ -352,12 +365,12 @@ def test_ranks_wait_for_each_other_in_a_forward_only_where_weights_are_divided(s
             assert one == pytest.approx(two, rel=1e-4)
 
 
-# Going on
+# Resume
 
 
 @dataclass
 class DieAt:
-    """A validation that ends the training at a step; nested functions do not travel to other processes."""
+    """A validation that raises Died at a step. It is a class because nested functions cannot be pickled."""
 
     step: int
 
@@ -368,7 +381,7 @@ class DieAt:
 
 
 def run(folder, stage, validate=nothing, **settings):
-    """A training, to its end or to its death: its weights and what train() said."""
+    """Run a training. Returns weights, train()'s return value and the optimiser's tensors, or None if it died."""
     training = trainer(folder, stage, **settings)
     try:
         over = training.train(validate)
@@ -378,7 +391,7 @@ def run(folder, stage, validate=nothing, **settings):
 
 
 def going_on(root, kinds):
-    """Whole, and in two parts: rank 0's weights and this rank's optimiser of both."""
+    """By kind: the results of run() for an uninterrupted training and for one that died at step 5 and was resumed."""
     found = {}
     for kind in kinds:
         whole = run(root / f"whole-{kind}", **kind_of(kind))
@@ -404,7 +417,7 @@ def kind_of(kind):
     ],
 )
 def test_a_training_that_died_goes_on_as_if_it_had_not(kinds, start):
-    """Two ranks, the middle of an epoch: weights, optimiser and log to the last bit."""
+    """On two ranks, in the middle of an epoch: weights, optimiser and log are equal to the last bit."""
     folder, ranks = start(going_on, kinds)
     for found in ranks:
         for kind, ((weights, over, optimiser), (again, over_again, optimiser_again)) in found.items():
@@ -430,7 +443,10 @@ def each(root, stages, validate, precision):
     [(2, 1, "float32", (1e-5, 1e-7)), (1, 2, "float32", (1e-5, 1e-7)), (2, 1, "bfloat16", (1e-2, 1e-3))],
 )
 def test_other_ranks_go_on_with_the_same_training(before, after, precision, close, tmp_path):
-    """ZeRO's own checkpoints through the universal form, stage 0's as they are: fp32 weights as without interruption."""
+    """A resume on another number of ranks gives the weights of an uninterrupted training, up to rounding.
+
+    ZeRO's checkpoints are converted to the universal form; those of stage 0 are read directly.
+    """
     whole = on_ranks(after, each, tmp_path / "whole", STAGES, nothing, precision)[0]
     on_ranks(before, each, tmp_path / "parts", STAGES, DieAt(5), precision)
     again = on_ranks(after, each, tmp_path / "parts", STAGES, nothing, precision)[0]
@@ -450,7 +466,7 @@ def test_other_ranks_go_on_with_the_same_training(before, after, precision, clos
 
 
 class Scores:
-    """Validations with given scores; asks for a stop where it is told to. Sees a whole drafter."""
+    """Validations with given scores that request a stop at step `stop_at`; `seen` has the whole weights by step."""
 
     def __init__(self, scores, stop_at=None, folder=None):
         self.scores, self.stop_at, self.folder, self.seen = list(scores), stop_at, folder, {}
@@ -467,7 +483,10 @@ def validating(root, stages):
 
 
 def best_then_worse(folder, stage):
-    """Scores that are best at step 2; a stop is asked for before step 4, then the training goes on until patience ends it at step 5."""
+    """A training with the best score at step 2, in two parts.
+
+    A stop is requested at step 3 and takes effect after step 4; the resumed training ends at step 5 by patience.
+    """
     scores, settings = (1.0, 2.0, 3.0, 2.9, 2.8, 2.7, 9.0), {"patience": 3, "save_every": 100}
     first = Scores(scores, stop_at=3, folder=folder)
     stopped = run(folder, stage, first, **settings)[1]
@@ -479,7 +498,7 @@ def best_then_worse(folder, stage):
 
 @pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
 def test_a_stop_saves_and_patience_ends_a_training(stages, start):
-    """The best weights are kept whole, whatever the stage; the count of worse validations survives the stop."""
+    """The best weights are saved undivided at every ZeRO stage; the count of worse validations survives the stop."""
     folder, ranks = start(validating, stages)
     for rank, found in enumerate(ranks):
         for stage, (stopped, steps, over, before, after, weights) in found.items():
@@ -493,7 +512,7 @@ def test_a_stop_saves_and_patience_ends_a_training(stages, start):
 
 
 class DieAfter(Scores):
-    """Scores of a training that is killed at the end of a step's validation."""
+    """Scores of a training that dies in the validation of step `stop_at`."""
 
     def __call__(self, step, drafter):
         if step == self.stop_at:
@@ -502,7 +521,10 @@ class DieAfter(Scores):
 
 
 def thrown_back(root):
-    """Best at step 3, killed in the validation of step 4 with a checkpoint of step 2 alone; and the same without a kill."""
+    """A training with the best score at step 3 that dies in the validation of step 4, and an uninterrupted one.
+
+    At its death only the checkpoint of step 2 exists, which is older than the best weights.
+    """
     scores, settings = (1.0, 2.0, 2.5, 3.0, 2.9, 2.8, 2.7), {"patience": 2}
     assert run(root / "parts", 0, DieAfter(scores, stop_at=4), **settings) is None
     after_kill = last_of(root / "parts" / "checkpoints").step, best_of(root / "parts" / "checkpoints").step
@@ -529,14 +551,14 @@ def test_a_training_that_is_thrown_back_behind_its_best_weights_keeps_what_was_s
 
 
 class Slow(Scores):
-    """Validations that say they take as long as some four steps."""
+    """Validations that report a duration of 0.2 s, about four steps."""
 
     def __call__(self, step, drafter):
         return replace(super().__call__(step, drafter), seconds=0.2)
 
 
 def by_share(root):
-    """A training whose validations may take half of the time, stopped at its second one and gone on with."""
+    """A training whose validations may take half of the time, stopped after its second validation and resumed."""
     settings = {"validate_every": 0, "validate_share": 0.5, "steps": 60, "save_every": 100, "batch_size": 2}
     training, first = trainer(root, 0, **settings), Slow([1.0] * 61)
 
@@ -552,14 +574,14 @@ def by_share(root):
 
 
 def test_validations_keep_to_their_share_of_the_time_at_steps_that_a_resumed_training_keeps(start):
-    """How often is decided once, for all ranks, when the first steps have told how long they take."""
+    """The interval is chosen once, for all ranks, after the first steps have been timed; a resume keeps it."""
     (every, same), stopped, steps = start(by_share)[1][0]
-    assert start(by_share)[1][1][0] == [every, same] == [every] * 2 and every >= 1 and TIMED <= stopped
+    assert start(by_share)[1][1][0] == [every, same] == [every] * 2 and every >= 1 and stopped >= TIMED
     assert steps == [0, *(step for step in range(TIMED, 60) if step % every == 0), 60]
 
 
 def test_rows_say_what_a_step_did_and_cost(start):
-    """Over both ranks: rates times seconds are the step's own tokens and origins."""
+    """Rates are summed over both ranks: times the seconds per step they give the step's tokens and origins."""
     folder, _ = start(going_on, ("1",))
     plan = Plan(tuple(LENGTHS), TrainConfig(batch_size=4))
     for row in read_jsonl(folder / "whole-1" / "metrics.jsonl"):
@@ -599,12 +621,16 @@ def test_a_training_that_only_lost_says_so(tmp_path, capsys):
 
 
 def test_another_stage_is_refused_by_name(tmp_path):
-    """DeepSpeed could not read the checkpoints, nor with another offload; a folder of before this was noted goes on."""
+    """DeepSpeed cannot read checkpoints of another ZeRO stage or offload setting.
+
+    A folder from before these settings were recorded (None) is accepted.
+    """
     two, offloaded = {"stage": 2, "offload": False}, {"stage": 2, "offload": True}
     for found, wanted in ((two, {"stage": 3, "offload": False}), (two, offloaded), (offloaded, two)):
         with pytest.raises(
             ValueError,
-            match=f"was trained with deepspeed=zero2 deepspeed.offload={str(found['offload']).lower()}, this run has deepspeed=zero{wanted['stage']}",
+            match=f"was trained with deepspeed=zero2 deepspeed.offload={str(found['offload']).lower()}, "
+            f"this run has deepspeed=zero{wanted['stage']}",
         ):
             require_division(found, wanted, tmp_path)
     require_division(two, dict(two), tmp_path)
@@ -622,7 +648,7 @@ QUICK = (
 )
 
 
-# Work for every rank
+# Division of a step over ranks
 
 
 def test_every_rank_gets_its_share_and_a_step_is_the_same_on_any_number_of_them():
@@ -637,13 +663,16 @@ def test_every_rank_gets_its_share_and_a_step_is_the_same_on_any_number_of_them(
 
 
 def idle_share(shares, lengths):
-    """Of the ranks' time, where all wait for the slowest in every micro-batch: what is spent waiting."""
+    """Share of the ranks' time spent waiting for the slowest in every micro-batch, and the largest excess of tokens."""
     tokens = np.array([[sum(lengths[index] for index in micro) for micro in share] for share in shares])
     return 1 - tokens.sum() / (len(shares) * tokens.max(0).sum()), tokens.sum(1).max() / tokens.sum(1).mean() - 1
 
 
 def test_ranks_have_as_many_tokens():
-    """On lengths as chats have them (log-normal, cut at 4096), 8 ranks: less waiting than with micro-batches dealt out in turn, and equal sums."""
+    """8 ranks wait less than with micro-batches dealt out in turn, and have nearly equal numbers of tokens.
+
+    The lengths are typical of chats: log-normal, cut at 4096.
+    """
     lengths = np.minimum(np.random.default_rng(0).lognormal(6.6, 0.9, 20_000), 4096).astype(int).tolist()
     plan = Plan(tuple(lengths), TrainConfig(batch_size=128, micro_batch_size=2))
     found = {"dealt": [], "shared": []}
@@ -657,11 +686,11 @@ def test_ranks_have_as_many_tokens():
     assert idle <= dealt_idle and apart < dealt_apart / 4 and apart < 0.002, (dealt_idle, dealt_apart, idle, apart)
 
 
-# What goes wrong in a save
+# Errors while saving
 
 
 class Writes:
-    """An engine that writes as DeepSpeed's does, or fails with what is no file's fault."""
+    """An engine that writes a file as DeepSpeed's does, or raises an error that has nothing to do with files."""
 
     def __init__(self, size=0, error=None):
         self.size, self.error = size, error
@@ -675,7 +704,7 @@ class Writes:
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """This process cannot write more into any file: every writer gets its own error of the system's."""
+    """Limit the size of any file that this process writes, so that each writer fails in its own way."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -703,7 +732,7 @@ def test_a_file_that_cannot_be_written_is_told_as_such(engine, width, tmp_path):
     ],
 )
 def test_what_is_no_file_s_fault_is_not_told_as_one(error, tmp_path, monkeypatch):
-    """In DeepSpeed's own gathering and meeting, in ours, and where the best weights are gathered."""
+    """Errors from DeepSpeed's save, from our barrier and gathering, and from gathering the best weights."""
 
     def fail(*_):
         raise error
@@ -727,7 +756,7 @@ def test_what_is_no_file_s_fault_is_not_told_as_one(error, tmp_path, monkeypatch
 
 
 def saving(folder, more):
-    """A checkpoint at step 2; at step 4 the disk has `more` bytes above what the next one is thought to take."""
+    """Save at step 2, then leave `more` bytes above the estimated size of the checkpoint of step 4 free; then rerun."""
     folder.mkdir()
     filler, training = folder / "filler", trainer(folder, 1, save_every=2, keep=1)
 
@@ -748,7 +777,7 @@ def saving(folder, more):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of a few MB, where this user may mount one."""
+    """A file system of 4 MB; the test is skipped if this user may not mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -763,7 +792,7 @@ def small_disk(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("more, says", [(-20_000, "a checkpoint needs"), (6_000, "could not be written")])
 def test_a_full_disk_keeps_the_last_checkpoint_and_the_rerun_goes_on(more, says, small_disk, tmp_path):
-    """Seen before the save, or in the middle of it."""
+    """The lack of space is noticed before the save or during it."""
     said, over, weights = on_ranks(1, saving, small_disk / "run", more)[0]
     assert says in said and "make room" in said.lower() and over
     assert equal(weights, on_ranks(1, run, tmp_path / "whole", 1)[0][0])

@@ -1,4 +1,7 @@
-"""Laws of sampling: over every outcome of chance, a text is as likely as under the target alone. Exact, on vocabularies of three tokens."""
+"""Tests of sampling: texts have exactly the probabilities that they have under the target alone.
+
+All random outcomes are enumerated, on a vocabulary of three tokens.
+"""
 
 import dataclasses
 from collections import defaultdict
@@ -35,7 +38,7 @@ RULES = {
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    """Three tokens, and weights large enough that they are not alike."""
+    """A target of three tokens, with weights large enough that their probabilities differ."""
     sizes = {
         "hidden_size": 8,
         "intermediate_size": 16,
@@ -55,7 +58,7 @@ def target() -> Target:
 
 
 def small_drafter(variant: str, target: Target):
-    """A random drafter of a variant with few tokens a stage; a reduced draft vocabulary has two of the three."""
+    """A random drafter of a variant with few tokens per stage; a reduced draft vocabulary has two of the three."""
     config = settings_of(variant)
     reduced = {"draft_vocab_size": 2} if getattr(config, "draft_vocab_size", 0) else {}
     few = (
@@ -80,11 +83,11 @@ def small_drafter(variant: str, target: Target):
     return drafter.double().eval()
 
 
-# The same passes once: what models say is looked up where their inputs have been seen
+# Memoised models: each pass is computed once for the same inputs
 
 
 def contents(value):
-    """A value with tensors in it as something to look up by."""
+    """A hashable key for a value that may contain tensors."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.numpy().tobytes()
     if dataclasses.is_dataclass(value):
@@ -93,7 +96,7 @@ def contents(value):
 
 
 class LookedUpTarget:
-    """A target whose cache is the list of tokens before; every text is read whole, and once."""
+    """A memoised target. Its cache is the list of previous tokens; each text is read as a whole, once."""
 
     def __init__(self, target: Target):
         self.target, self.spec, self.device, self.seen = target, target.spec, target.device, {}
@@ -114,7 +117,7 @@ class LookedUpTarget:
 
 
 def look_up(drafter):
-    """The drafter, its passes computed once; what is chosen in a chain is chosen anew."""
+    """Memoise a drafter's passes, in place. The choices of tokens within a stage are made again each time."""
     seen: dict = {}
 
     def once(function):
@@ -153,7 +156,7 @@ def look_up(drafter):
 
 
 class Walk(SampleRng):
-    """Chance that follows a path through the tree of decisions, and then takes the first branch that is possible."""
+    """An rng that follows a path through the tree of decisions, then takes the first branch with a weight above 0."""
 
     def __init__(self, path: list[int]):
         self.path, self.taken, self.weights = path, [], []
@@ -178,7 +181,7 @@ class Walk(SampleRng):
         return self.branch([probability, 1 - probability]) == 0
 
     def probability(self, start: int) -> float:
-        """Of what was decided from this step on."""
+        """Probability of the decisions from step `start` on."""
         product = 1.0
         for taken, weights in zip(self.taken[start:], self.weights[start:], strict=True):
             product *= weights[taken]
@@ -196,11 +199,13 @@ class Walk(SampleRng):
 def law_of_decoding(target, drafter, gate, rule, length, rounds: list[Round] | None = None) -> dict[tuple, float]:
     """Text -> probability, over all outcomes of `decode`, whose rounds are appended to `rounds`.
 
-    A round's outcomes are enumerated once for each text that it starts from, since all that decoding keeps between rounds is the text.
+    A round's outcomes are enumerated once for each text that it starts from. This is enough, because a round depends on
+    earlier ones through the text only.
     """
     paths, mass, final = {(): []}, defaultdict(float, {(): 1.0}), defaultdict(float)
     while paths:
-        text = min(paths, key=len)  # what leads to it has been followed: every round emits
+        # Every round emits at least one token, so all rounds that lead to the shortest text have been enumerated.
+        text = min(paths, key=len)
         path = known = paths.pop(text)
         while path is not None:
             rng = Walk(path)
@@ -239,7 +244,7 @@ def variation(one: dict, other: dict) -> float:
 
 
 def law_of_whole_texts(target, drafter, gate, rule, length) -> dict[tuple, float]:
-    """law_of_decoding without its short cut: every outcome of every round after every other."""
+    """The same as law_of_decoding, but enumerates the outcomes of all rounds of a text jointly."""
     final, path = defaultdict(float), []
     while path is not None:
         rng = Walk(path)
@@ -253,7 +258,7 @@ def law_of_whole_texts(target, drafter, gate, rule, length) -> dict[tuple, float
     return final
 
 
-# Laws
+# Exact probabilities of texts
 
 
 CASES = [("rejection", variant) for variant in VARIANTS] + [
@@ -267,7 +272,7 @@ CASES = [("rejection", variant) for variant in VARIANTS] + [
 
 @pytest.mark.parametrize("named, variant", CASES)
 def test_texts_are_as_likely_as_the_targets_own(named, variant, target):
-    """Also where the gate draws its line through the outcomes of a stage."""
+    """This also holds if the gate's threshold separates the outcomes of one stage."""
     rule = RULES[named]
     drafter, read = look_up(small_drafter(variant, target)), LookedUpTarget(target)
     loops = drafter.k == 1 or rule is RULES["rejection"]
@@ -312,14 +317,14 @@ def test_plain_decoding_samples(temperature, target):
 
 
 class DrawnElsewhere(Rejection):
-    """Drafts at another temperature than it tells the judge."""
+    """Draws drafts at another temperature than that of the distribution it returns for verification."""
 
     def propose(self, logits, rng):
         return rng.draw(distribution(logits, 0.5)), distribution(logits, self.drafts_at)
 
 
 class DrawnInLowPrecision(Rejection):
-    """Drafts from a softmax in bf16, and judges by the exact one."""
+    """Draws drafts from a softmax in bf16, and returns the exact distribution for verification."""
 
     def propose(self, logits, rng):
         rounded = torch.softmax(logits.bfloat16(), dim=-1).double()
@@ -327,7 +332,7 @@ class DrawnInLowPrecision(Rejection):
 
 
 class BonusFromTheWrongPlace(Rejection):
-    """Takes the token after an accepted draft from the last drafted position."""
+    """Samples the token after a fully accepted draft from the distribution one position too early."""
 
     def verify_sampled(self, drafted, proposed, target, rng):
         return super().verify_sampled(
@@ -336,7 +341,7 @@ class BonusFromTheWrongPlace(Rejection):
 
 
 class JudgedElsewhere(Rejection):
-    """Judges at another temperature than it is asked for."""
+    """Verifies at another temperature than rule.temperature."""
 
     def verify_sampled(self, drafted, proposed, target, rng):
         return super().verify_sampled(drafted, proposed, distribution(target.log(), 0.8), rng)
@@ -384,7 +389,7 @@ def test_a_reduced_vocabulary_is_judged_by_the_targets_ids(target, monkeypatch):
     assert variation(law, law_of_the_target(target, 1.0, 4)) > 1e-2
 
 
-# Chance, and the rules' settings
+# Random numbers, and the settings of rules
 
 
 def text_of(target, drafter, rule, identity="one", gate=None, length=30):
@@ -404,7 +409,7 @@ def text_of(target, drafter, rule, identity="one", gate=None, length=30):
 def test_chance_belongs_to_the_seed_and_the_response(kind, tiny_target):
     drafter = make_drafter("dflash-shifted", tiny_target)
     text = text_of(tiny_target, drafter, kind(temperature=1.0))
-    torch.rand(5)  # what else draws does not matter
+    torch.rand(5)  # random numbers drawn elsewhere have no influence
     assert text_of(tiny_target, drafter, kind(temperature=1.0)) == text
     assert text_of(tiny_target, drafter, kind(temperature=1.0, seed=1)) != text
     assert text_of(tiny_target, drafter, kind(temperature=1.0), identity="two") != text
@@ -421,7 +426,7 @@ def test_serving_samples(tiny_target):
 
 
 def test_matching_likeliest_drafts_gives_the_text_of_plain_sampling(variant, tiny_target):
-    """One draw a token, in the order of the text: whatever is drafted, the same chance says the same."""
+    """There is one draw per token, in the order of the text, so the text does not depend on the drafts."""
     rule = RULES["match, likeliest drafts"]
     plain = text_of(tiny_target, None, rule)
     for gate in (Never(), Always(max_stages=3), DLoop(threshold=-9.0)):
@@ -448,7 +453,7 @@ def test_chance_draws_as_often_as_it_should():
 
 @torch.inference_mode()
 def test_a_stage_remembers_what_it_chose_and_from_what(variant, tiny_target):
-    """The gate's l_i are of the chosen tokens; q is the untouched softmax of the same logits."""
+    """A stage keeps the ids of the chosen tokens, and q is the softmax of the logits that it keeps."""
     drafter, rule, likeliest = make_drafter(variant, tiny_target), Rejection(temperature=0.9), []
     output = tiny_target.read(torch.tensor([[60, 61, 62]]), feature_spec=drafter.shape.feature_spec)
     state = drafter.begin(Context(torch.tensor([[60, 61, 62, 63]]), output.features), torch.tensor([[3]]))

@@ -1,4 +1,4 @@
-"""The ten lines a user copies: load an export and stream the target's own answer."""
+"""Tests of the Python API: load an export and stream the target's own answer."""
 
 import json
 
@@ -35,7 +35,8 @@ def exported(variant, target, folder, **section):
 def test_stream_equals_plain_decoding(variant, tiny_target, tmp_path):
     if variant.endswith("gemma4") or variant == "mtp_assistant-bonus":
         pytest.skip(
-            "made for a target with Gemma's scales or windows, and refused on a Llama; the pipeline's tests serve such on their own"
+            "made for a target with Gemma's scales or windows, and refused on a Llama; "
+            "the pipeline's tests serve such on their own"
         )
     exported(variant, tiny_target, tmp_path)
     model = dloop_train.load(tmp_path, "tiny_llama", device="cpu")

@@ -1,4 +1,4 @@
-"""Sharing of generate and cache over ranks: the same files from however many, also after one has died."""
+"""Tests of sharing generate and cache over ranks: any number of ranks gives the same files."""
 
 import os
 import signal
@@ -33,7 +33,9 @@ def test_every_file_is_one_ranks(monkeypatch):
     for number in range(3):
         monkeypatch.setenv("RANK", str(number))
         shares.append(here(range(1, 10)))
-    assert sorted(sum(shares, [])) == list(range(1, 10)) and {len(share) for share in shares} == {3}
+    assert sorted(number for share in shares for number in share) == list(range(1, 10)) and {
+        len(share) for share in shares
+    } == {3}
 
 
 def test_only_missing_files_are_made(tmp_path):
@@ -68,7 +70,7 @@ def run(root: Path, *more: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
 def test_two_ranks_make_the_same_files_also_when_one_dies(tmp_path):
-    """The other rank and the command end with it, and say so; the same command goes on."""
+    """If one rank dies, the other rank and the command end with an error, and the same command continues the work."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     assert run(tmp_path / "one").returncode == 0

@@ -1,4 +1,4 @@
-"""On a simulated CUDA device: no tensor of the CPU meets one of the device, from a batch to gradients and from a prompt to tokens."""
+"""Tests on a simulated CUDA device: training, decoding and all phases never mix devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ RULES = [
     Match(temperature=0.8),
 ]
 QUICK = ("dflash-sliding", "domino-shifted", "dspark-rnn", "eagle3-reduced", "mtp", "mtp_assistant-bonus")
-"""One of each family; together they have windows, both alignments, a draft vocabulary, token heads."""
+"""One variant per family; together they cover windows, both alignments, a draft vocabulary and token heads."""
 TEXTS = [text_of(response, 99) for response in RESPONSES]
 
 
@@ -64,8 +64,11 @@ TEXTS = [text_of(response, 99) for response in RESPONSES]
     ],
 )
 def device(request, monkeypatch):
-    """The simulated device, on which FlexAttention makes its block masks uncompiled; what it would compute comes from the dense form, which a CPU can
-    differentiate. Where there is a real device, that one too."""
+    """The simulated device, and the real one if it exists.
+
+    On the simulated device FlexAttention's block masks are made uncompiled, and attention is computed in the dense
+    form, which has gradients on a CPU.
+    """
     monkeypatch.setattr(sources, "default_device", lambda: torch.device("cuda"))
     if request.param == "real":
         yield torch.device("cuda")
@@ -81,7 +84,7 @@ def device(request, monkeypatch):
 
     monkeypatch.setattr(attention, "flex", lambda compiled: uncompiled)
     monkeypatch.setattr(attention, "context_in_blocks", in_blocks)
-    monkeypatch.setattr(attention, "HEADS", range(1, 257))  # the tiny targets have small ones
+    monkeypatch.setattr(attention, "HEADS", range(1, 257))  # the tiny targets have small heads
     with simulated():
         yield torch.device("cuda")
 
@@ -145,7 +148,7 @@ def test_decoding(drafter, target, monkeypatch):
     synchronise = Mock(wraps=torch.accelerator.synchronize)
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronise)
     assert costs.measure_costs(target, drafter, PROMPTS, stages=2).plain > 0
-    assert synchronise.called  # what is queued has not been done
+    assert synchronise.called  # without it, times would not include queued work
 
 
 @pytest.mark.parametrize(
@@ -187,18 +190,18 @@ def test_targets_take_drafts_back(name, device):
     prompts, drawn = [[60, 61], [62, 63, 64], [65, 66]], dict(max_new_tokens=6, seed=0)
     answers = respond(target, prompts, "abc", SamplingConfig(), **drawn)
     target.spec = replace(target.spec, stop_ids=(answers[0][1],))
-    assert len(respond(target, prompts, "abc", SamplingConfig(), **drawn)[0]) <= 2  # it leaves the batch, and its cache
+    assert len(respond(target, prompts, "abc", SamplingConfig(), **drawn)[0]) <= 2  # it left the batch and the cache
     decode_plain(target, [60, 61], max_new_tokens=3)
 
 
 def as_nccl(values):
-    """The sum of one rank, by a backend that knows nothing of the CPU."""
+    """The sum over one rank, as NCCL computes it: for CUDA tensors only."""
     assert values.is_cuda
     return values.clone()
 
 
 class Engine:
-    """What of DeepSpeed's engine a trainer sees."""
+    """The part of DeepSpeed's engine that a trainer uses."""
 
     def __init__(self, module, settings):
         self.device = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""On a Slurm cluster of two nodes: a run of all phases, stopped and requeued, and with a node that dies; the results are an uninterrupted run's."""
+"""Tests on a Slurm cluster of two nodes: all phases, stop and requeue, and the crash of a node."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.slurm
 REPOSITORY = Path(__file__).parents[1]
 CLUSTER = os.environ.get("DLOOP_TEST_CLUSTER", "")
-"""Folder of the cluster that slurm_cluster.sh started."""
+"""Folder of the cluster that slurm_cluster.sh started; empty if there is none."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SETTINGS = [
     "+drafter=eagle3",
@@ -28,7 +28,7 @@ SETTINGS = [
     "export.checkpoint=last",
     "gate.threshold=-0.5",
 ]
-"""The last checkpoint and a threshold that is given: which ones validate best also depends on how long things take."""
+"""The last checkpoint and a fixed threshold, since the best ones in validation also depend on measured times."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def cluster():
 
 
 class Job:
-    """A job, from its submission to its end."""
+    """A submitted job."""
 
     def __init__(self, root: Path, script: str, *overrides: str, flags: tuple[str, ...] = ()):
         self.root = root
@@ -72,17 +72,17 @@ class Job:
         return "".join(file.read_text(errors="replace") for file in sorted(self.root.glob("slurm/*.log")))
 
     def wait_for(self, reached, seconds: float = 400) -> None:
-        """Until `reached()`; not `sbatch --wait`, which looks seldom."""
+        """Wait until `reached()` is true; fail if the job ends before. `sbatch --wait` polls too seldom for this."""
         deadline = time.monotonic() + seconds
         while not reached():
             state = self.state()
-            assert time.monotonic() < deadline and state not in ENDED or reached(), (
+            assert (time.monotonic() < deadline and state not in ENDED) or reached(), (
                 f"job {self.id} is {state}, and that was not reached\n{self.log()[-3000:]}"
             )
             time.sleep(0.2)
 
     def end(self) -> str:
-        """How it ended."""
+        """Wait for the end of the job and return its final state."""
         self.wait_for(lambda: self.state() in ENDED)
         return self.state()
 
@@ -90,7 +90,7 @@ class Job:
         assert self.end() == "COMPLETED", self.log()[-3000:]
 
     def signal(self, name: str) -> None:
-        """To the batch script, as before the time limit."""
+        """Send a signal to the batch script, as Slurm does before the time limit."""
         subprocess.run(["scancel", f"--signal={name}", "--batch", self.id], check=True)
 
 
@@ -99,7 +99,7 @@ def steps(root: Path) -> int:
 
 
 def records(root: Path) -> dict:
-    """What must not depend on interruptions."""
+    """Results of a run that must not depend on interruptions."""
     run = root / "runs" / "eagle3-tiny_llama"
     rounds = {
         path.name: [[r["accepted"] for r in json.loads(line)["rounds"]] for line in open(path)]
@@ -125,7 +125,7 @@ def whole(tmp_path_factory):
 
 
 def test_all_phases_run_on_two_nodes(whole):
-    """One rank on each, since the GPUs are not there; the log lies under the root."""
+    """One rank runs on each node, since there are no GPUs; the log is written below the root."""
     run = whole.root / "runs" / "eagle3-tiny_llama"
     assert (run / "report.json").is_file() and (run / "report.html").is_file()
     last = json.loads((run / "checkpoints" / "last.json").read_text())
@@ -134,7 +134,7 @@ def test_all_phases_run_on_two_nodes(whole):
 
 
 def test_stopped_before_the_time_limit_and_requeued(whole, tmp_path):
-    """USR1 in the middle of the training: it saves, the job goes back into the queue and ends with the same numbers."""
+    """After USR1 during training the run saves, the job is requeued, and its results are those of a whole run."""
     job = Job(tmp_path / "requeued", "slurm.sbatch")
     job.wait_for(lambda: steps(job.root) >= 6)
     job.signal("USR1")
@@ -146,7 +146,7 @@ def test_stopped_before_the_time_limit_and_requeued(whole, tmp_path):
 
 
 def test_stopped_while_it_answers_prompts(tmp_path):
-    """On one node, by the other script: a phase that goes on from its last batch ends at once, and comes back."""
+    """On one node, with the other script: generate stops at once after USR1, and resumes from its last batch."""
     job = Job(
         tmp_path / "answering",
         "slurm_one_node.sbatch",
@@ -163,7 +163,7 @@ def test_stopped_while_it_answers_prompts(tmp_path):
 
 
 def crash(node: int) -> None:
-    """Everything on a node ends at once: its daemon, the job's step and ranks."""
+    """Kill everything on a node at once: its daemon, the job's step and its ranks."""
     pids = subprocess.run(
         ["ip", "netns", "pids", f"dloop{node}"], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -172,12 +172,13 @@ def crash(node: int) -> None:
 
 
 def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(whole, tmp_path):
-    """The job goes back into the queue, and starts when the node is back."""
+    """The job is requeued and starts again when the node is back."""
     job = Job(tmp_path / "crashed", "slurm.sbatch")
     job.wait_for(lambda: steps(job.root) >= 10)
     crash(2)
     job.wait_for(lambda: "a node does not answer" in job.log())
-    # A node that is back this soon is still told to end the step that died with it, and would end its successor, which has the same number.
+    # Slurm would still send a node that is back too soon the order to end the step that died with it. The next start
+    # has a step with the same number, which that order would end.
     job.wait_for(lambda: job.state() != "RUNNING")
     subprocess.run(["scontrol", "hold", job.id], check=True)
     subprocess.run(["bash", str(Path(__file__).with_name("slurm_cluster.sh")), "node", CLUSTER, "2"], check=True)
@@ -189,7 +190,7 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(whole, tmp_p
 
 
 def nothing_is_left_to_tell() -> bool:
-    """Both nodes are idle, and Slurm has no message for them that it sends again."""
+    """Whether both nodes are idle and Slurm has no messages for them left to send."""
     nodes = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -198,7 +199,7 @@ def nothing_is_left_to_tell() -> bool:
 
 
 def test_the_shell_of_salloc_stands_outside(tmp_path):
-    """As on a login node: every phase with work for a node is started there, though it is one rank."""
+    """As on a login node, every phase that computes is started on the node with srun, even with one rank."""
     (tmp_path / "bin").mkdir()
     srun = tmp_path / "bin" / "srun"
     srun.write_text(f'#!/bin/bash\necho "${{@: -1}}" >> {tmp_path}/started\nexec {shutil.which("srun")} "$@"\n')
@@ -237,7 +238,7 @@ def damage(shard: Path) -> None:
 
 
 def test_an_error_of_one_rank_ends_all_and_is_told_once_and_last(tmp_path):
-    """Behind what Slurm and torchrun have to say about it."""
+    """The error is printed once, after the messages of Slurm and torchrun."""
     Job(tmp_path / "poisoned", "slurm.sbatch", "phases=[generate,cache]").finish()
     damage(next((tmp_path / "poisoned").glob("features/*/shard-*")))
     job = Job(tmp_path / "poisoned", "slurm.sbatch", "phases=[train]")

@@ -1,4 +1,4 @@
-"""The embedded target: SmolLM2 out of its package, its chat template, and lossless decoding on it."""
+"""Tests of SmolLM2, loaded from its Python package: chat template, head, and lossless decoding."""
 
 import importlib.util
 from dataclasses import replace
@@ -49,14 +49,16 @@ def test_head_and_spec_equal_the_models(smollm2, config):
     assert torch.equal(head.embed_weight, smollm2.backbone.embed_tokens.weight) and torch.equal(
         head.lm_head_weight, smollm2.lm_head.weight
     )
-    assert head.to(torch.bfloat16).lm_head_weight is head.embed_weight  # tied, and held once wherever it goes
+    assert (
+        head.to(torch.bfloat16).lm_head_weight is head.embed_weight
+    )  # tied, and still one tensor after a change of dtype
     alone = load_spec(config)
     assert replace(alone, text_config={}) == replace(smollm2.spec, text_config={})
     assert alone.text_config["num_hidden_layers"] == smollm2.spec.text_config["num_hidden_layers"] == 30
 
 
 def test_decoding_is_lossless(smollm2, config):
-    """A random drafter in front of the real target, always two stages: the text is plain decoding's."""
+    """With a random drafter and always two stages, the text is that of plain decoding."""
     drafter = make_drafter("dflash-shifted", smollm2, dtype=torch.float32)
     ids = prompt_ids(smollm2.tokenizer, [{"role": "user", "content": "Count from one to ten."}], config)
     text = [t for e in decode(smollm2, drafter, Always(max_stages=2), ids, max_new_tokens=16) for t in e.tokens]

@@ -1,4 +1,4 @@
-"""Statistics against numbers worked out by hand, and a report of a tiny run."""
+"""Tests of statistics against numbers computed by hand, and of the report of a tiny run."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def test_bootstrap_of_equal_prompts_has_no_width_and_of_two_prompts_reaches_both
     same = [row(name, [one(1, 1)]) for name in "abc"]
     known = statistics.tau_estimate(same, draws=50)
     assert (known.value, known.low, known.high) == (2, 2, 2)
-    known = statistics.tau_estimate(ROWS, draws=500)  # both prompts a: 3, both b: 7, each a quarter of the draws
+    known = statistics.tau_estimate(ROWS, draws=500)  # 1/4 of the draws has only a (tau 3), 1/4 only b (tau 7)
     assert (known.value, known.low, known.high) == pytest.approx((5, 3, 7))
 
 
@@ -94,7 +94,7 @@ def test_different_prompts_are_refused():
 
 
 def test_full_acceptance_by_stage():
-    # drafted S and accepted: (1,0) (1,2) (2,4) (2,1) (3,6) (3,5)
+    # (stages, accepted): (1,0) (1,2) (2,4) (2,1) (3,6) (3,5)
     rows = [row("a", [one(1, 0), one(1, 2), one(2, 4), one(2, 1), one(3, 6), one(3, 5)])]
     assert statistics.full_acceptance(rows, K) == [
         {"stage": 1, "rounds": 6, "full": pytest.approx(4 / 6), "full_given_previous": pytest.approx(4 / 6)},
@@ -160,7 +160,7 @@ def test_a_later_stage_is_tested_only_after_accepted_ones():
 
 
 def test_shares_of_a_round():
-    # the response's 9 s leave out its first draft (1 s); 2 s are in no record
+    # the response's 9 s do not include its first draft (1 s); 2 s of them are in no part of a round
     rows = [
         row(
             "a",
@@ -181,7 +181,7 @@ def test_break_even():
         "draft_more": 0.025,
         "gate": 0.005,
         "verify": {"1": 0.1, "3": 0.12, "7": 0.16},
-    }  # verify(5) = 0.14 lies between
+    }  # verify(5) = 0.14 is interpolated
     rows = [row("a", [one(2, 4), one(2, 3), one(2, 1), one(1, 0)], seconds=1.2)]  # 12 tokens, 0.1 s each
     (known,) = statistics.break_even(rows, costs, K)
     assert known["cost_seconds"] == pytest.approx(0.05)
@@ -229,7 +229,7 @@ DECODED = [
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Config of a run whose evaluation and training have been written by hand."""
+    """Config of a run whose evaluation and training files are written by hand."""
     made = composed(
         "+drafter=dflash", "+target=tiny_llama", f"root={tmp_path}", "++evaluate.bootstrap=99", "++wandb.mode=disabled"
     )
@@ -315,7 +315,7 @@ def test_report_is_whole(tiny, capsys):
     html = (folder / "report.html").read_text()
     assert re.findall(r'<img alt="([^"]+)" src="data:image/png;base64,iVBOR', html) == FIGURES
     assert "Left out" not in html and "left out" not in html
-    assert "http" not in html  # nothing is loaded from elsewhere
+    assert "http" not in html  # the page loads nothing from the network
     said = capsys.readouterr().out
     assert (
         "3.00x [3.00, 3.00]" in said
@@ -351,7 +351,10 @@ def test_example_rounds_are_coloured_by_the_stage_that_drafted_them(tiny):
     first, second = (f'<span style="background:{colour}">' for colour in report.STAGE_COLOURS[:2])
     bar = '<span class="end">|</span>'
     a, b, c = letters.values()
-    whole = f"{a}{bar}{first}{b}</span>{first}{b}</span>{second}{b}</span>{second}{b}</span>{b}{bar}{first}{c}</span>{c}{bar}"
+    whole = (
+        f"{a}{bar}{first}{b}</span>{first}{b}</span>{second}{b}</span>{second}{b}</span>{b}{bar}"
+        f"{first}{c}</span>{c}{bar}"
+    )
     assert "Example rounds" in html and whole in html
 
 
@@ -359,7 +362,10 @@ def test_report_says_why_a_figure_is_left_out(tiny):
     folder = artifacts.run_folder(tiny)
     (folder / "validation.jsonl").unlink()
     report.run(tiny)
-    said = "validation.jsonl has none. A training validates where neither train.validate_prompts nor generate.greedy_prompts is 0 and the prompts have a validation split"
+    said = (
+        "validation.jsonl has none. A training validates where neither train.validate_prompts nor "
+        "generate.greedy_prompts is 0 and the prompts have a validation split"
+    )
     assert f"Validation points are left out: {said}" in (folder / "report.html").read_text()
     (folder / "metrics.jsonl").unlink()
     report.run(tiny)
@@ -416,9 +422,10 @@ def test_a_response_without_rounds_is_left_out_everywhere(tiny):
 
 
 def test_tokens_of_the_next_stage_are_counted_where_the_stages_before_were_whole():
-    """k = 2 on a text of ten tokens: drafts that are right for 1 token never reach stage 2; for 2, 3 and 6 they add 0, 1 and 2.
+    """k = 2 on a text of ten tokens.
 
-    From position 6 the text ends inside stage 2: right or wrong there, it says nothing.
+    Drafts with one correct token do not count for stage 2; with 2, 3 and 6 correct tokens stage 2 adds 0, 1 and 2.
+    From position 6 on the text ends inside stage 2, and these positions are left out.
     """
     text = list(range(50, 60))
     right = [1, 2, 3, 6, 0, 0, 3, 2, 1, 0]

@@ -1,4 +1,4 @@
-"""Laws of every target: what a commit leaves is what a fresh prefill of the kept tokens gives, whatever kind of attention remembers it."""
+"""Tests of every target: the cache after a commit equals a fresh prefill, for all kinds of attention."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ from dloop_train.types import FeatureSpec
 
 TINY = sorted(path.stem for path in (CONF / "target").glob("tiny_*.yaml"))
 REAL = {"qwen3_14b": 14_768_307_200, "qwen35_9b": 8_953_803_264, "gemma4_12b": 11_907_350_272}
-"""Parameters of the text models, as published."""
+"""Published numbers of parameters of the text models."""
 GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
 
 
@@ -58,7 +58,7 @@ def close(ours, expected, atol=1e-10):
 
 
 def read_in_rounds(target, text, *, prefill: int, seed: int, atol: float):
-    """Read `text` in rounds of kept and rejected tokens; every kept row must be that of one pass over the text."""
+    """Read `text` in rounds of kept and rejected tokens; every kept row must equal that of one pass over the text."""
     generator = torch.Generator().manual_seed(seed)
     feature_spec = all_states(target)
     fresh = target.read(text, feature_spec=feature_spec, logits=slice(None))
@@ -80,7 +80,7 @@ def read_in_rounds(target, text, *, prefill: int, seed: int, atol: float):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rounds_of_commits_are_one_prefill(target, seed, exact):
-    """Logits, every tap, shared keys and values and the last hidden state; also past a window of 8."""
+    """Logits, every tap, shared keys and values and the last hidden state are equal, also beyond a window of 8."""
     read_in_rounds(target, random_tokens(60, seed), prefill=[1, 3, 7, 8, 9, 20][seed], seed=seed, atol=1e-10)
 
 
@@ -89,7 +89,10 @@ def test_rounds_of_commits_are_one_prefill_in_the_precision_that_qwen35_has(targ
 
 
 def test_a_crop_of_qwen35s_cache_is_silently_wrong(targets, exact):
-    """transformers crops keys, values and the convolution's inputs; the recurrent state keeps what was rejected. A commit does not."""
+    """transformers crops keys, values and the convolution's inputs, but rejected tokens stay in the recurrent state.
+
+    A commit removes them there too.
+    """
     target, text = targets["tiny_qwen35"], random_tokens(20, 1)
     fresh = target.read(text, logits=slice(-1, None)).logits
     errors = {}
@@ -133,7 +136,10 @@ def test_a_tree_on_qwen35_is_refused(targets):
 
 
 def tree_mask(target, past: int, kept: int, seen: list[list[bool]], positions: list[int], window: int | None):
-    """[1, 1, rows, kept + rows]: the text's newest `kept` rows and the tree's own, as far as a window of positions reaches."""
+    """Mask of a tree's rows over the newest `kept` rows of the text and the tree itself. [1, 1, rows, kept + rows]
+
+    With a window, only positions less than `window` before the row are visible.
+    """
     places = torch.tensor([*range(past - kept, past), *positions])
     own = torch.tensor(seen)
     visible = torch.cat([torch.ones(len(seen), kept, dtype=torch.bool), own], dim=1)
@@ -145,7 +151,10 @@ def tree_mask(target, past: int, kept: int, seen: list[list[bool]], positions: l
 @pytest.mark.parametrize("past", [4, 7, 8, 20])
 @pytest.mark.parametrize("name", [name for name in TINY if name != "tiny_qwen35"])
 def test_a_path_through_a_tree_is_its_tokens_alone(targets, name, past):
-    """Two siblings after one token; the second is accepted. Its rows, and all that follows, are those of a text without the first."""
+    """Two siblings after one token, of which the second is accepted.
+
+    Its rows and all later ones equal those of a text without the first sibling.
+    """
     target = targets[name]
     text, seen, positions = (
         random_tokens(past + 12, past),
@@ -180,7 +189,7 @@ def test_a_path_through_a_tree_is_its_tokens_alone(targets, name, past):
 
 
 def test_a_commit_keeps_exactly_the_rows_of_its_path(targets):
-    """In every layer of Gemma 4: rows before, the path's, and nothing else."""
+    """In every layer of Gemma 4 the cache holds the rows before the tree and those of the path, and no others."""
     target = targets["tiny_gemma4"]
     cache = target.new_cache()
     target.read(random_tokens(20, 0), cache=cache)
@@ -205,7 +214,7 @@ def test_gemmas_sliding_layers_forget_what_no_row_can_see(targets):
 
 
 def speculate(target, prompt: list[int], plain: list[int], seed: int) -> list[int]:
-    """Greedy speculative decoding with a drafter that knows the text and lies now and then, several tokens at a time."""
+    """Greedy speculative decoding with drafts cut from the known text `plain`, in some of which one token is wrong."""
     generator = torch.Generator().manual_seed(seed)
     cache = target.new_cache()
     target.read(torch.tensor([prompt]), cache=cache)
@@ -223,7 +232,7 @@ def speculate(target, prompt: list[int], plain: list[int], seed: int) -> list[in
 
 
 def test_drafts_never_change_the_text(target, exact):
-    """Whatever is drafted and rejected, the greedy text is the target's own, token for token."""
+    """The greedy text equals plain decoding's token for token, whatever is drafted and rejected."""
     for seed in range(12):
         prompt = random_tokens(3 + seed, seed)[0].tolist()
         plain = decode_plain(target, prompt, max_new_tokens=40)
@@ -232,7 +241,7 @@ def test_drafts_never_change_the_text(target, exact):
 
 @pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_qwen35"])
 def test_drafters_never_change_the_text(targets, name, exact):
-    """The same through the decoding loop, three stages a round, with a drafter of random weights."""
+    """The same in the decoding loop, with three stages per round and a drafter with random weights."""
     target = targets[name]
     drafter = make_drafter("dflash-shifted", target)
     for seed in range(6):
@@ -246,7 +255,7 @@ def test_drafters_never_change_the_text(targets, name, exact):
 
 
 def test_batched_greedy_answers_equal_plain_decoding(target, exact):
-    """Prompts of different lengths, padded on the left, leaving the batch at different times; also longer than the window."""
+    """Prompts of different lengths, some longer than the window, padded on the left; they finish at different times."""
     prompts = [random_tokens(length, length)[0].tolist() for length in (2, 5, 9, 17)]
     plain = [decode_plain(target, prompt, max_new_tokens=24) for prompt in prompts]
     assert respond(target, prompts, list("abcd"), SamplingConfig(), max_new_tokens=24, seed=0) == plain
@@ -261,7 +270,7 @@ def test_batched_greedy_answers_equal_plain_decoding(target, exact):
 
 
 def test_cached_samples_do_not_depend_on_their_batch(target, exact):
-    """The cache phase pads on the right: every text's rows are those of the text alone."""
+    """The cache phase pads on the right; the rows of every text equal those of the text read alone."""
     ids = [random_tokens(length, length)[0].tolist() for length in (4, 11, 23)]
     texts = [
         text_of(
@@ -280,7 +289,7 @@ def test_cached_samples_do_not_depend_on_their_batch(target, exact):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_targets_memory_goes_with_its_last_reference(name):
-    """No cycle through the hooks: a phase that loads a second target must not hold two."""
+    """The hooks form no reference cycle, so a phase that loads a second target does not keep the first in memory."""
     target = load_target(config_of(name), device="cpu")
     cache = target.new_cache()
     target.read(random_tokens(4, 0), cache=cache, feature_spec=FeatureSpec(taps=(0,)))
@@ -309,7 +318,7 @@ def test_shared_keys_and_values_are_those_that_gemma_attends_to(targets):
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_head_alone_is_the_models_own(targets, name):
-    """Embeddings with their scale, logits with their softcap; read from the files or lent by the loaded target."""
+    """Embeddings with scale and logits with softcap are equal, for a head from the files or from the loaded target."""
     target, text = targets[name], random_tokens(12, 0)
     own = target.model(input_ids=text)
     hidden = target.read(text).last_hidden
@@ -349,7 +358,7 @@ def multimodal(name: str):
 
 @pytest.mark.parametrize("name", ["tiny_qwen35", "tiny_gemma4"])
 def test_the_text_model_of_a_multimodal_checkpoint(name, tmp_path, monkeypatch):
-    """Whole and as a head, from shards with the longer names."""
+    """The text model and its head alone are loaded from shards with the longer tensor names."""
     monkeypatch.setattr(sources, "load_tokenizer", lambda config: None)
     model = multimodal(name).eval()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -369,7 +378,7 @@ def test_the_text_model_of_a_multimodal_checkpoint(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_real_targets_have_their_published_size(name):
-    """The sizes in the YAML, built without memory."""
+    """The models are built from the sizes in the YAML on the meta device, without memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(name).config))
     model.tie_weights()
@@ -377,7 +386,7 @@ def test_real_targets_have_their_published_size(name):
 
 
 def golden(folder: str, files: str, monkeypatch):
-    """A golden target and what the public implementation says of it."""
+    """A golden target and the recorded inputs and outputs of the public implementation."""
     if not (GOLDEN / folder / "io.json").is_file():
         pytest.skip(f"no {folder} in {GOLDEN}; set DLOOP_GOLDEN")
     monkeypatch.setattr(sources, "load_tokenizer", lambda config: None)
@@ -444,7 +453,7 @@ def test_gemmas_with_shared_layers_or_layer_embeddings_are_refused():
 
 
 def test_gemma4_without_them_is_not(exact):
-    """The dense ones of the first Gemma 4 generation (model type gemma4_text)."""
+    """Dense models of the first Gemma 4 generation (model type gemma4_text) are accepted."""
     text = config_of("tiny_gemma4").config | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
     target = load_target(config_of("tiny_gemma4", config=text), dtype="float64", device="cpu")
     read_in_rounds(target, random_tokens(40, 0), prefill=9, seed=0, atol=1e-10)

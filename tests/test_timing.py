@@ -1,4 +1,7 @@
-"""Usual times: other work on the machine moves the clock, not the table; what it disturbed is found, decoded again and told."""
+"""Tests of usual times: other work on the machine must not change the reported speeds.
+
+Prompts that it disturbed are found, decoded again and reported.
+"""
 
 import time
 from dataclasses import replace
@@ -23,7 +26,7 @@ VERIFY = {1: 0.020, 3: 0.021, 5: 0.023, 7: 0.025}
 
 
 def one(stages, accepted, slow=1.0, rng=None):
-    """A round of k = 2 at its kind's time, a little noise, and a factor for other work beside it."""
+    """A round with k = 2: the usual time of each part times `slow`, with up to 2 % noise if `rng` is given."""
     noise = 1 if rng is None else rng.uniform(0.98, 1.02)
     amounts = {"draft_first": min(stages, 1), "draft_more": max(stages - 1, 0), "gate": stages, "commit": 1}
     seconds = {part: PARTS[part] * amount * slow * noise for part, amount in amounts.items() if amount}
@@ -49,7 +52,7 @@ def response(name, rounds):
 
 
 def run_of(stages, *, slow=(), prompts=16, seed=0, factor=12.0):
-    """Rows of one setting; during the prompts in `slow` everything takes so many times as long."""
+    """Rows of one setting. During the prompts in `slow` everything takes `factor` times as long."""
     rng = np.random.default_rng(seed)
     depths = [stages] if stages < 2 else [1, 1, 2, 1, 3, 1, 2]
     return [
@@ -76,13 +79,13 @@ def test_a_disturbed_prompt_moves_the_clock_and_not_the_usual_speedup():
     known = statistics.usual_speedup_estimate(quiet, plain, draws=200)
     assert known.value == pytest.approx(clean.value, rel=0.01) and known.low < clean.value < known.high
     assert known.high - known.low < 1.5 * (clean.high - clean.low)
-    assert statistics.speedup(quiet, plain) > 1.5 * clean.value  # what the clock would have said
+    assert statistics.speedup(quiet, plain) > 1.5 * clean.value  # the speedup by the clock is wrong
     assert Timing.of(plain).busy() > 1.5 and Timing.of(quiet).busy() == pytest.approx(1, abs=0.01)
     assert disturbed([plain, quiet]) == [0] and disturbed([quiet]) == []
 
 
 def test_a_pace_that_changes_halfway_shows_in_the_spread():
-    """Where half of the prompts took half as long again the clock can agree with the usual times; the quartiles do not."""
+    """If half of the prompts took 1.5 times as long, clock and usual times can agree, but the quartiles differ."""
     steady, changed = Timing.of(run_of(2)), Timing.of(run_of(2, slow=range(8), factor=1.5))
     assert steady.spread() < 0.05 and changed.spread() == pytest.approx(0.5, abs=0.05)
     assert changed.spread() > SPREAD > steady.spread()
@@ -106,7 +109,7 @@ def test_a_rare_verification_lies_on_the_line_through_frequent_ones():
         and mixture(4, [3]) == {3: 1.0}
     )
     rows = run_of(2)
-    rows[0]["rounds"].append(one(3, 2, slow=40.0))  # another length, but one of its kind is frequent enough elsewhere
+    rows[0]["rounds"].append(one(3, 2, slow=40.0))  # slow, but verifications of its length are frequent in other rounds
     rows[1]["rounds"].append(
         one(1, 1)
         | {
@@ -131,7 +134,7 @@ def test_weighted_quantiles_are_those_of_repeated_values():
 
 
 class Busy:
-    """A target that takes long while `slow` is set."""
+    """A target whose passes take 30 ms longer while `slow` is set."""
 
     def __init__(self, target):
         self.target, self.slow, self.read_quickly = target, False, target.read
@@ -143,7 +146,10 @@ class Busy:
 
 
 def test_a_prompt_that_was_decoded_beside_other_work_is_decoded_again(tmp_path, capsys, monkeypatch):
-    """Real decoding, disturbed on purpose during one of six prompts, plain decoding's alone: the usual speedup is that of a quiet machine."""
+    """One of six prompts is disturbed on purpose, in plain decoding only.
+
+    It is decoded again, and the faster time stays. A second start of the evaluation does not decode it a third time.
+    """
     target = load_target(composed("+drafter=dflash", "+target=tiny_llama").target, dtype="float32", device="cpu")
     save_drafter(
         make_drafter("dflash-shifted", target),
@@ -187,9 +193,8 @@ def test_a_prompt_that_was_decoded_beside_other_work_is_decoded_again(tmp_path, 
         tmp_path / "evaluation" / "rounds" / "plain-decoding.jsonl",
         [row | {"seconds": row["seconds"] * (100 if row["id"] == "p1" else 1)} for row in rows],
     )
-    evaluation.decode_live(
-        settings, responses
-    )  # a second start: what was decoded again stays, however busy the machine was then
+    # A second start: p1 was decoded twice before, so it is not decoded again even if its stored time is long.
+    evaluation.decode_live(settings, responses)
     assert seen.count("p1") == 2
 
 

@@ -1,5 +1,6 @@
-"""Laws of training: labels, depths, compaction, chunks, accumulation over ranks, resuming."""
+"""Tests of training: labels, depths, compaction, chunked losses, accumulation over ranks, resuming."""
 
+import itertools
 import json
 import math
 import os
@@ -45,12 +46,17 @@ def test_labels_are_the_tokens_after_the_anchor():
     batch = batch_of([0, 0, 1, 1, 1, 1, 1, 1])
     labels = labels_of(batch, torch.tensor([[2]]), 2, 2)  # stage 2 of origin 2: anchor 4, labels 5 and 6
     assert labels.tokens.tolist() == [[[105, 106]]]
-    assert labels.teacher[..., 0].tolist() == [[[4.0, 5.0]]]  # the target's state one position earlier says the label
+    assert labels.teacher[..., 0].tolist() == [
+        [[4.0, 5.0]]
+    ]  # the target's state one position earlier predicts the label
     assert labels.mask.tolist() == [[[1.0, 1.0]]]
 
 
 def test_supervision_ends_with_the_response():
-    """A gap in the loss mask, or the end of the text, ends supervision for good: the cumulative product from origin + 1."""
+    """A gap in the loss mask, or the end of the text, ends the supervision of an origin and all its later tokens.
+
+    The mask is a cumulative product that starts at position origin + 1.
+    """
     batch = batch_of([0, 1, 1, 1, 0, 1, 1, 1])
     assert supervised(batch, torch.tensor([[1]]), 1, 2).tolist() == [[[1, 1]]]
     assert supervised(batch, torch.tensor([[1]]), 2, 2).tolist() == [[[0, 0]]]
@@ -128,7 +134,7 @@ def test_gradient_flows_through_own_states_unless_detached(unrolled):
 
 
 def chances(logits):
-    """Softmax, number by number."""
+    """Softmax of a list of numbers, without torch."""
     largest = max(logits)
     powers = [math.exp(logit - largest) for logit in logits]
     total = sum(powers)
@@ -136,9 +142,11 @@ def chances(logits):
 
 
 def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, inside, progress, taught):
-    """One slot's loss from logits as lists of numbers, as each family's recipe has it; label None is one that cannot be drafted.
+    """Loss of one slot by the recipe of the drafter's family, from logits in lists of numbers.
 
-    `inside` is the share of the target's probability on the draft vocabulary.
+    `label` is an index of the draft vocabulary, or None if the token is outside it.
+    `inside` is the target's probability of all tokens of the draft vocabulary together.
+    `taught` is False if the target's most likely token is outside the draft vocabulary.
     """
     said, meant = chances(final), chances(teacher)
     if isinstance(drafter, ChainDrafter):
@@ -161,9 +169,10 @@ def plain_slot_loss(drafter, slot, final, base, confidence, label, teacher, insi
 
 
 def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1):
-    """Half the first stages' loss and half the last ones', each over its weights, branch by branch and slot by slot.
+    """The loss is 1/2 of the first stages' weighted mean + 1/2 of the last stages', over all branches and slots.
 
-    Slot weights restart in every stage; a gap in the response ends supervision; the target's softcap bounds what it teaches.
+    Slot weights restart in every stage, a gap in the response ends supervision, and the target's logits are bounded by
+    its softcap.
     """
     drafter = make_drafter(variant, taught_target)
     if isinstance(drafter, Domino):
@@ -212,9 +221,9 @@ def test_loss_equals_a_plain_recomputation(variant, taught_target, progress=0.1)
                     teacher = batch.last_hidden[row, reached - 1] @ taught_target.lm_head.weight.T
                     teacher = teacher if cap is None else cap * torch.tanh(teacher / cap)
                     place, taught, inside = labels[slot], True, 1.0
-                    if (
-                        kept is not None
-                    ):  # labels, or the target's most likely tokens, that cannot be drafted teach nothing but weigh
+                    if kept is not None:
+                        # Labels outside the draft vocabulary, and rows whose most likely token of the target is
+                        # outside, carry no loss (except the confidence head's) but count in the denominator.
                         place, taught = (
                             (kept.index(labels[slot]) if labels[slot] in kept else None),
                             int(teacher.argmax()) in kept,
@@ -258,13 +267,16 @@ def test_the_confidence_loss_shapes_the_rest_unless_detached(variant, detach, ta
     backbone = {
         name for name, _ in drafter.named_parameters() if not name.startswith(("markov_head", "confidence_head"))
     }
-    assert (
-        moved == head if detach else moved == head | backbone | {"markov_head.markov_w1.weight"}
-    )  # its target is never trained by it
+    # No gradient flows through the loss's own target, the acceptance probability. Of the Markov head, therefore, only
+    # the embedding that the confidence head reads gets a gradient.
+    assert moved == head if detach else moved == head | backbone | {"markov_head.markov_w1.weight"}
 
 
 def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
-    """lambda = base_share * (1 - progress / base_until), never below zero: the loss is linear in it, between the two losses alone."""
+    """The weight of the base loss is base_share * (1 - progress / base_until), and never below zero.
+
+    The loss is linear in this weight: it interpolates between the final loss and the base loss.
+    """
     batch = counting_batch(taught_target, make_drafter("domino-shifted", taught_target).shape.feature_spec, count=2)
 
     def loss(share, until, progress):
@@ -287,7 +299,7 @@ def test_dominos_base_share_falls_with_progress_and_ends(taught_target):
 
 
 def test_the_loss_in_bf16_is_that_of_fp64_but_for_rounding(unrolled):
-    """As DeepSpeed holds a drafter: parameters in bf16, buffers in fp32."""
+    """Parameters are in bf16 and buffers in fp32, as under DeepSpeed."""
     make, batch, origins = unrolled
     exact, _ = loss_and_gradients(make(), batch, origins)
     unroll = make()
@@ -316,7 +328,7 @@ def test_a_batch_without_origins_is_zero_and_finite(unrolled):
 
 
 def test_chunks_with_their_gradients_equal_one_pass():
-    """Gradients taken chunk by chunk in the forward, of the rows and of a trained head, are those of plain autograd."""
+    """Gradients of rows and of a trained head, computed chunk by chunk in the forward pass, equal plain autograd's."""
     tokens = torch.arange(6)
     results = []
     for chunk in (None, 6, 2, 4):
@@ -378,7 +390,10 @@ def test_row_losses_and_their_gradient_equal_autograds(mixture):
     ],
 )
 def test_logits_live_a_chunk_at_a_time(variant, taught_target):
-    """Forward and backward: never more than loss_rows rows of logits in one tensor, WIDE such tensors at once, and none behind the forward."""
+    """A tensor of logits has at most loss_rows rows, and at most WIDE such tensors exist at once.
+
+    This holds in forward and backward, and none is kept between them.
+    """
     drafter, rows = make_drafter(variant, taught_target), 7
     batch = counting_batch(taught_target, drafter.shape.feature_spec, count=4)
     origins = draw_origins(batch, drafter.k, count=9, depth_exposure=3, seed=0, epoch=0)
@@ -394,7 +409,7 @@ def test_logits_live_a_chunk_at_a_time(variant, taught_target):
 
 
 def uneven(batch, lengths):
-    """A batch cut to these lengths, padded with what no loss may see."""
+    """The batch cut to these lengths and padded with zeros, which no loss may depend on."""
     inside = torch.arange(batch.tokens.shape[1]) < torch.tensor(lengths)[:, None]
     kept = inside[..., None]
     return TextBatch(
@@ -422,7 +437,7 @@ def test_packed_equals_padded_equals_one_by_one(variant, taught_target):
     ]
 
     def result(*batches):
-        """Loss and gradients of micro-batches that share their weights."""
+        """Loss and gradients of micro-batches with a common normalisation."""
         unroll = Unroll(make_drafter(variant, taught_target), Terms(3), max_rows=1000)
         origins = [draw_origins(each, drafter.k, count=7, depth_exposure=3, seed=0, epoch=0) for each in batches]
         totals = sum(unroll.weights(*each) for each in zip(batches, origins, strict=True))
@@ -472,7 +487,7 @@ def test_recomputing_keeps_less_of_a_stage(variant, taught_target):
 def test_learning_rate_in_closed_form():
     rates = [learning_rate(step, 100, 1e-3, 0.1) for step in range(100)]
     assert rates[0] == pytest.approx(1e-4) and rates[9] == 1e-3 and max(rates) == 1e-3
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False)) and 0 < rates[-1] < 2e-6
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:])) and 0 < rates[-1] < 2e-6
     assert learning_rate(0, 1, 1e-3, 0.04) == 1e-3
 
 
@@ -485,7 +500,7 @@ def test_epoch_plan_is_complete_and_seeded():
 
 
 def train(root: Path, *overrides: str, drafter: str = "dflash") -> list[dict]:
-    """The training phase on the tiny target as a user runs it; returns the logged rows."""
+    """Run the command on the tiny target as a user does, and return the rows of metrics.jsonl."""
     environment = os.environ | {"DLOOP_ROOT": str(root), "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
@@ -518,9 +533,9 @@ def numbers(rows):
 
 @pytest.mark.slow
 def test_resume_equals_uninterrupted(uninterrupted):
-    """Stopped after three steps and continued: the same losses to the last digit."""
+    """A training that continues from step 3 logs the losses of an uninterrupted one, to the last digit."""
     root, whole = uninterrupted
-    # a checkpoint every 3 steps; the last one is taken away as if the run had died in step 5
+    # Checkpoints are written after steps 3 and 6. last.json is set back to 3, as if the run had been killed in step 5.
     train(root, "phases=[train]", "train.steps=6", "name=parts", "train.save_every=3")
     checkpoints = root / "runs" / "parts" / "checkpoints"
     (checkpoints / "last.json").write_text(json.dumps({"tag": "step-0000003", "step": 3, "world_size": 1}))
@@ -531,7 +546,7 @@ def test_resume_equals_uninterrupted(uninterrupted):
 
 
 def test_two_ranks_equal_one(uninterrupted):
-    """Two gloo ranks with one micro-batch each against one rank that accumulates two."""
+    """Two gloo ranks with one micro-batch each give the losses of one rank that accumulates two."""
     root, whole = uninterrupted
     two = train(root, "phases=[train]", "train.steps=6", "name=two", "launch.processes=2")
     for a, b in zip(numbers(two), numbers(whole), strict=True):
@@ -543,7 +558,11 @@ def test_two_ranks_equal_one(uninterrupted):
     "drafter, large", [("domino", "drafter.emb_dim=512"), ("mtp_assistant", "drafter.hidden_size=32")]
 )
 def test_zero3_shares_out_the_heads_that_chunks_of_logits_gather(drafter, large, uninterrupted):
-    """Domino's are large enough to be divided, chunks so small that the two ranks have different numbers of them: nobody waits for ever. An assistant's table is frozen."""
+    """ZeRO-3 with partitioned heads gives the losses of one rank.
+
+    Domino's head is large enough to be partitioned. The chunks are so small that the two ranks have different numbers
+    of them, which must not lead to a deadlock, since every chunk gathers the head. The assistant's embedding is frozen.
+    """
     root, _ = uninterrupted
     same = (
         "phases=[cache,train]",
@@ -559,7 +578,10 @@ def test_zero3_shares_out_the_heads_that_chunks_of_logits_gather(drafter, large,
 
 
 def test_base_epochs_are_the_base_recipe_and_loop_aware_steps_follow(uninterrupted):
-    """The first steps are those of a base run to the last digit; the later ones have a last stage, and a schedule of their own."""
+    """The first steps equal those of a base run, to the last digit.
+
+    The later steps have a loss of the last stage and a learning-rate schedule of their own.
+    """
     root, _ = uninterrupted
     both = train(root, "phases=[train]", "train.steps=3", "train.base_epochs=0.5", "train.base_lr=1e-3", "name=both")
     base = train(root, "phases=[train]", "train.steps=3", "train.depth_exposure=0", "train.lr=1e-3", "name=base")
@@ -569,7 +591,10 @@ def test_base_epochs_are_the_base_recipe_and_loop_aware_steps_follow(uninterrupt
 
 
 def test_a_resumed_log_holds_each_step_once(tmp_path):
-    """Rows past the checkpoint go; a training that begins anew, validation at step 0 included, keeps nothing."""
+    """Rows after the checkpoint are deleted, except the best checkpoint's validation.
+
+    A training that starts again from step 0 keeps no row.
+    """
 
     def steps(start, *new, best=None):
         log = MetricLog(tmp_path, LogConfig(mode="disabled"), name="x", config={}, start=start, best=best)
@@ -584,7 +609,7 @@ def test_a_resumed_log_holds_each_step_once(tmp_path):
 
 
 def test_a_row_that_a_full_disk_has_cut_is_forgotten(tmp_path):
-    """Whether its step is run again or not."""
+    """The incomplete last row is dropped whether or not its step is run again."""
     for start in (2, 3):
         for name in ("metrics.jsonl", "skipped.jsonl"):
             (tmp_path / name).write_text(
@@ -636,11 +661,11 @@ def test_wandb_logs_online_where_there_is_a_key_for_its_host(
 
 
 def test_a_training_that_goes_on_goes_on_in_its_wandb_run_and_a_new_one_in_its_own(tmp_path, monkeypatch):
-    """W&B drops steps below a run's last one."""
+    """A new training needs a W&B run of its own, because W&B drops steps below a run's last one."""
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
     for folder, start in (("a", 0), ("a", 3), ("a", 0), ("b", 0)):
         MetricLog(tmp_path / folder, LogConfig(mode="offline"), name="x", config={}, start=start).close()
-        time.sleep(1)  # W&B names an offline log after the second it began in
+        time.sleep(1)  # W&B names an offline log by the second of its start, and two must not share a name
     first, resumed, *others = read_identities(tmp_path / "a") + read_identities(tmp_path / "b")
     assert first == resumed and len(others) == 2
     for ids_or_groups in list(zip(first, *others, strict=True))[:2]:
@@ -648,7 +673,7 @@ def test_a_training_that_goes_on_goes_on_in_its_wandb_run_and_a_new_one_in_its_o
 
 
 def test_a_training_that_began_anew_is_not_over_because_another_was(tmp_path):
-    """Who deletes the pointer to start anew leaves the old note behind."""
+    """Deleting last.json to start again leaves done.json of the earlier training behind."""
     config = composed("+drafter=eagle3", "+target=smollm2_135m", f"root={tmp_path}")
     checkpoints = tmp_path / "runs" / "test" / "checkpoints"
     write_atomic(checkpoints / "done.json", json.dumps({"step": 6, "worse": None}))
@@ -688,7 +713,7 @@ BAD = {
 
 
 def test_numbers_that_make_no_sense_are_refused():
-    """Some by name; and of every field that is a number, or a list of numbers, some number is refused."""
+    """All values of BAD are refused with the field's name, and every numeric field refuses -2 or 2."""
     for section, values in BAD.items():
         for name, value in values.items():
             with pytest.raises(ValueError, match=f"{section}.*{name}.*got"):

@@ -1,4 +1,4 @@
-"""Validation: shared out over ranks it is the same, it predicts what evaluation would, and it chooses checkpoint and threshold."""
+"""Tests of validation: equal on any number of ranks, and its choice of checkpoint and threshold."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ RUN = (
 
 
 def record(scores, accepted, k=2):
-    """A replay of len(accepted) positions, none of which ends early."""
+    """A replay of len(accepted) positions; no round ends early."""
     count = len(accepted)
     return Replay(
         k, len(scores[0]), count, count + k, 99, torch.tensor(scores), torch.tensor(accepted), torch.full((count,), 99)
@@ -51,7 +51,7 @@ def record(scores, accepted, k=2):
 
 
 def prepared(root):
-    """A run's validation responses, and its cost table, so that no clock enters."""
+    """Write a run's validation responses and a fixed cost table, so that nothing depends on measured times."""
     config = composed(*RUN, f"root={root}")
     target = load_target(config.target, dtype="float32", device="cpu")
     prompts = [list(range(60 + 7 * number, 72 + 7 * number)) for number in range(3)]
@@ -75,7 +75,7 @@ def validated(root):
 
 
 def test_ranks_share_the_responses_and_agree(tmp_path):
-    """Three responses on two ranks: one of them has nothing to do in the second turn."""
+    """Three responses on two ranks, so that one rank has none in the second turn."""
     prepared(tmp_path)
     ((score, row),) = on_ranks(1, validated, str(tmp_path))
     for shared in on_ranks(2, validated, str(tmp_path)):
@@ -87,7 +87,10 @@ def test_ranks_share_the_responses_and_agree(tmp_path):
 
 
 def test_the_score_is_that_of_the_fastest_threshold():
-    """A gate that drafts on pays where blocks are accepted whole; the highest of equally fast thresholds is taken, the paper's before others."""
+    """The fastest threshold is chosen; of equally fast ones the paper's if it is among them, otherwise the highest.
+
+    A gate that drafts more stages is faster if whole blocks are accepted.
+    """
     sure = record([[-0.3, -0.3]] * 9, [4] * 9)
     row, score = predictions([sure], DLoop(paper_threshold=-0.5, max_stages=2), [-0.25, -0.75, -1.0], COSTS, k=2)
     by_hand = sweep([sure], [-0.25, -0.5, -0.75, -1.0], COSTS, 2, 2)["sweep"]
@@ -101,13 +104,16 @@ def test_the_score_is_that_of_the_fastest_threshold():
         fastest([{"threshold": g, "tokens_per_second": 1.0} for g in (-1.0, -0.25, -0.75)], preferred=-0.5)["threshold"]
         == -0.25
     )
-    assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below what was drafted
+    assert sweep([sure], [-1.0], COSTS, 2, 1)["sweep"][0]["stages"] == 1  # a cap below the number of drafted stages
     vain = record([[-0.3, -0.3]] * 9, [0] * 9)
     assert predictions([vain], DLoop(paper_threshold=-0.5, max_stages=2), [-0.25], COSTS, k=2)[0]["threshold"] == -0.25
 
 
 def test_a_threshold_is_chosen_for_the_gate_that_will_run():
-    """Four of six sure stages are accepted: a gate that goes on to the sixth wastes two, one that is capped at the fourth none."""
+    """Four of six high-scoring stages are accepted.
+
+    A gate that continues to the sixth stage wastes two, one capped at four stages wastes none.
+    """
     sure = record([[-0.6] * 6] * 40, [8] * 40)
     chosen = {
         cap: predictions([sure], DLoop(paper_threshold=-0.5, max_stages=cap), [-0.75], COSTS, k=2)[0]["threshold"]
@@ -192,7 +198,7 @@ def test_an_export_names_the_threshold_of_its_step(tmp_path):
     ],
 )
 def test_what_checkpoints_are_compared_by_stays_as_it_is(change, says, tmp_path):
-    """Neither a training nor the choice of a threshold goes on with scores of another gate or other prompts."""
+    """A training or a choice of threshold refuses validations made with another gate or other prompts."""
     folder = artifacts.run_folder(composed(*RUN, f"root={tmp_path}"))
     write_atomic(folder / VALIDATED_BY, json.dumps(validation.settings_of(composed(*RUN, f"root={tmp_path}"))))
     validation.require_same_validation(composed(*RUN, f"root={tmp_path}"))
@@ -253,7 +259,10 @@ def test_each_drafter_is_decoded_at_its_own_threshold_and_the_papers_stands_besi
 def test_extra_drafters_get_the_threshold_that_validation_finds_fastest_and_any_threshold_can_be_replayed(
     tmp_path, monkeypatch
 ):
-    """An export's own threshold was chosen under another cost table; a threshold below all that are swept drafts deeper than the sweep."""
+    """The threshold of an extra drafter is chosen again, since its export chose it under another cost table.
+
+    A threshold below all swept ones drafts deeper than the sweep.
+    """
     target = load_target(composed("+drafter=dflash", "+target=tiny_llama").target, dtype="float32", device="cpu")
     for name, threshold in (("trained", -60.0), ("other", -0.5)):
         save_drafter(
@@ -308,7 +317,7 @@ def test_without_validation_responses_a_threshold_must_be_given(tmp_path):
 
 
 def test_more_tokens_take_no_less_time_to_verify():
-    """The best fit that never falls, found by trying every way to pool neighbours."""
+    """The result equals the best non-decreasing fit, found here by trying every way to pool neighbours."""
     assert increasing({1: (1.0, 3), 3: (2.0, 1), 4: (2.0, 2)}) == {1: 1.0, 3: 2.0, 4: 2.0}
     assert increasing({1: (58.0, 5), 4: (67.0, 15), 5: (59.0, 5)}) == {1: 58.0, 4: 65.0, 5: 65.0}
     rng = np.random.default_rng(0)

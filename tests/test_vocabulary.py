@@ -1,4 +1,4 @@
-"""Draft vocabularies: which tokens are kept, what a reduced drafter says, what it learns, and which layouts hold it."""
+"""Tests of draft vocabularies: kept tokens, logits and losses of a reduced drafter, and file layouts."""
 
 import json
 from collections import Counter
@@ -27,13 +27,13 @@ from dloop_train.targets.responders import decode_plain
 from dloop_train.training.anchors import draw_origins
 from dloop_train.training.unroll import Terms, Unroll
 
-KEPT = torch.tensor([2, *range(60, 120)])  # the stop id, and those that the taught target counts in
+KEPT = torch.tensor([2, *range(60, 120)])  # the stop id, and the ids that the taught target emits
 
 
 def test_stop_ids_are_kept_whatever_the_responses_say(tiny_target):
     shape = replace(shape_of("eagle3-reduced", tiny_target), draft_vocab_size=4)
     assert frequent_ids(Counter({9: 5, 7: 8, 5: 1, 30: 2}), shape, [2]).tolist() == [2, 7, 9, 30]
-    assert frequent_ids(Counter({9: 5}), shape, [2]).tolist() == [0, 1, 2, 9]  # filled up where responses hold too few
+    assert frequent_ids(Counter({9: 5}), shape, [2]).tolist() == [0, 1, 2, 9]  # filled up with the lowest ids
 
 
 REDUCIBLE = {
@@ -47,7 +47,7 @@ REDUCIBLE = {
 
 @pytest.mark.parametrize("variant", REDUCIBLE)
 def test_a_reduced_drafter_says_what_the_whole_one_says_of_the_kept_tokens(variant, taught_target, tmp_path):
-    """Its logits are the kept columns, its texts the target's own, its file the same drafter again."""
+    """Its logits are the kept columns, its decoded texts are the target's, and its file loads as the same drafter."""
     whole = taught_drafter(variant, taught_target)
     settings = replace(settings_of(variant), draft_vocab_size=len(KEPT), format="")
     reduced = with_vocabulary(whole, settings, KEPT)
@@ -84,7 +84,7 @@ def test_a_reduced_drafter_says_what_the_whole_one_says_of_the_kept_tokens(varia
 
 
 def test_released_weights_get_a_vocabulary_at_load(tiny_target, tmp_path):
-    """With ids that wait for the responses; the released folder stays as it is, and its own layout says nothing of a vocabulary."""
+    """The ids are provisional until responses are counted; the released folder, without a vocabulary, is unchanged."""
     released = make_drafter("dspark-vanilla", tiny_target)
     save_drafter(released, tmp_path, section={}, target=tiny_target.spec, dtype=torch.float64)
     settings = replace(settings_of("dspark-vanilla"), init=str(tmp_path), draft_vocab_size=40)
@@ -101,7 +101,10 @@ def test_released_weights_get_a_vocabulary_at_load(tiny_target, tmp_path):
 
 @pytest.mark.parametrize("variant", ["dflash-post_norm", "dspark-rnn"])
 def test_a_reduced_drafter_that_has_decoded_is_trained(variant, taught_target):
-    """As after the validation in front of the first step, in inference mode: its head's rows are made there."""
+    """Decoding in inference mode, as in the validation before the first step, makes the head's rows.
+
+    Training afterwards must still compute gradients.
+    """
     drafter = make_drafter(variant, taught_target)
     drafter.attach_head(drafter.head)
     with torch.inference_mode():
@@ -145,7 +148,7 @@ def test_released_weights_of_other_layouts_refuse_one_by_name(variant, says, tin
 
 
 def test_another_drafters_vocabulary_takes_the_rows_of_its_own(tiny_target):
-    """Ids that change, by keep_tokens or by loading, change the head's rows."""
+    """If the ids change, by keep_tokens or by loading, the rows of the head change with them."""
     drafter, other = make_drafter("dflash-post_norm", tiny_target), make_drafter("dflash-post_norm", tiny_target)
     other.keep_tokens(torch.arange(10, 210))
     hidden = torch.randn(1, 1, drafter.shape.hidden_size, dtype=torch.float64)
@@ -156,7 +159,10 @@ def test_another_drafters_vocabulary_takes_the_rows_of_its_own(tiny_target):
 
 
 def test_the_speculators_file_of_a_whole_vocabulary_is_deepspecs_drafter(tiny_target, tmp_path):
-    """The same modules under the same names: what a DeepSpec folder holds, written as speculators', drafts the same. Its taps count from 1."""
+    """A DeepSpec drafter written in the speculators layout has the same modules, names and shape.
+
+    That layout counts taps from 1.
+    """
     for variant, format in (("dflash-shifted", "speculators_dflash"), ("dspark-gated", "speculators_dspark")):
         drafter, folder = make_drafter(variant, tiny_target), tmp_path / variant
         drafter.shape = replace(drafter.shape, format=format)
@@ -186,7 +192,7 @@ def test_the_speculators_file_of_a_whole_vocabulary_is_deepspecs_drafter(tiny_ta
 
 
 def one_row(variant, target, kept, **settings):
-    """Loss and gradients of a batch whose target's most likely tokens are all in, or all outside, a vocabulary."""
+    """Loss and norm of the gradient for one batch, with a drafter whose draft vocabulary is `kept`."""
     drafter = make_drafter(variant, target)
     for name, value in settings.items():
         setattr(drafter, name, value)
@@ -202,7 +208,7 @@ def one_row(variant, target, kept, **settings):
 
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "dflash-post_norm", "dspark-rnn"])
 def test_rows_that_a_vocabulary_cannot_say_teach_nothing(variant, taught_target):
-    """The taught target says 70..95 alone: a vocabulary without them has no row to learn from, one with them has all."""
+    """Rows with a target token outside the vocabulary carry no loss; the taught target emits only 70..95."""
     inside, outside = torch.arange(50, 250), torch.tensor([*range(0, 70), *range(96, 226)])
     loss, norm = one_row(variant, taught_target, inside)
     assert loss > 0.1 and norm > 0.1

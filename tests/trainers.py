@@ -1,4 +1,7 @@
-"""Small trainers on several gloo ranks of this machine: a test's function runs on all of them, as many trainings as it likes in one start."""
+"""Small trainers on several gloo ranks of this machine, for tests of distributed training.
+
+A test's function runs on all ranks. It may run several trainings, so that ranks are started once.
+"""
 
 import os
 import socket
@@ -22,7 +25,7 @@ LENGTHS = (14, 30, 22, 18, 34, 26, 16, 28, 20, 24, 32)
 
 
 def on_ranks(count, function, *arguments):
-    """function(*arguments) on `count` processes; what each of them returned."""
+    """Run function(*arguments) on `count` ranks, and return the results in the order of ranks."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,7 +51,7 @@ def one_rank(number, count, port, folder, function, arguments):
 
 
 class Samples:
-    """A source in memory. The features of `poisoned` are finite, what the drafter makes of them is not."""
+    """A source in memory. The features of sample `poisoned` are finite, but the drafter's results from them are not."""
 
     def __init__(self, target, feature_spec, poisoned=None, lengths=LENGTHS):
         generator = torch.Generator().manual_seed(3)
@@ -72,7 +75,7 @@ class Samples:
 
 
 def trainer(folder, stage, *, offload=False, poisoned=None, variant="dflash-shifted", shape=None, source=None, **train):
-    """A trainer of the tiny DFlash, resumed where the folder has a checkpoint."""
+    """A trainer of a tiny drafter (by default DFlash), resumed if the folder has a checkpoint."""
     target = load_target(tiny_config(), dtype="float32", device="cpu")
     settings = TrainConfig(
         **{
@@ -122,4 +125,4 @@ def nothing(step, drafter):
 
 
 class Died(Exception):
-    """What a test raises inside a training to end it."""
+    """Raised by tests inside a training to end it."""

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 BLOCK, HEADER = 32768, 7
+# Kinds of chunks in a LevelDB log: a record that does not fit into a block is split into several.
 FULL, FIRST, _, LAST = 1, 2, 3, 4
 
 
@@ -39,7 +40,7 @@ def items(entries) -> dict:
 
 
 def read_identities(folder: Path) -> list[tuple[str, str, str]]:
-    """Id, group and job of every start of a run that a folder holds, in the order of their times."""
+    """W&B id, group and job type of every start of a run in the folder, in order of time."""
     runs = [
         next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
         for path in sorted(folder.glob("wandb/*run-*/run-*.wandb"))

@@ -1,4 +1,7 @@
-"""DeepSpec's DFlash: a DSpark class without heads (markov_rank 0), shifted unless it says otherwise, frozen copies of embedding and lm_head."""
+"""DeepSpec's DFlash: a DSpark class without token heads, with frozen copies of embedding and lm_head.
+
+markov_rank is 0. The alignment is shifted unless sample_from_anchor is false.
+"""
 
 from dloop_train.checkpoints.parts import (
     anchor_slot,

@@ -1,4 +1,4 @@
-"""DeepSpec's DSpark: a Markov head and a confidence head beside the backbone, frozen copies of embedding and lm_head."""
+"""DeepSpec's DSpark: a Markov and a confidence head, with frozen copies of embedding and lm_head."""
 
 from dloop_train.checkpoints.parts import (
     anchor_slot,
@@ -35,7 +35,7 @@ def read_shape(config: dict) -> DSparkShape:
 
 
 def write_config(shape: DSparkShape) -> dict:
-    """The head's keys stand at the top level, where both engines look for them."""
+    """The heads' keys are written at the top level, where SGLang and vLLM read them."""
     return deepspec_block_keys(shape) | {
         "markov_rank": shape.markov_rank,
         "markov_head_type": shape.markov_head_type,

@@ -1,4 +1,7 @@
-"""DeepSpec's EAGLE-3: Qwen3Eagle3Model or Gemma4Eagle3Model, the layer under layers.0, full vocabulary, frozen copies of embedding and lm_head."""
+"""DeepSpec's EAGLE-3: full draft vocabulary, with frozen copies of embedding and lm_head.
+
+The classes are Qwen3Eagle3Model and Gemma4Eagle3Model; the layer's tensors are under layers.0.
+"""
 
 from dloop_train.checkpoints.parts import (
     deepspec_architecture,

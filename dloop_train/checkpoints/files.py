@@ -1,4 +1,4 @@
-"""Drafter checkpoints: find the public layout of a folder, load it strictly, write it, and check what was written."""
+"""Drafter checkpoints: recognise a public layout, load strictly, write, and verify what was written."""
 
 import hashlib
 import importlib
@@ -27,7 +27,7 @@ from dloop_train.targets.head import TargetHead
 from dloop_train.types import TargetSpec
 
 SECTION = "dloop"
-"""The section of config.json that is this framework's own."""
+"""The section of config.json with this package's own settings."""
 
 
 def layout_modules() -> dict[str, ModuleType]:
@@ -42,7 +42,8 @@ def layout_of(config: dict, where: Path | str) -> ModuleType:
     known = "; ".join(f"{name} ({module.WHAT})" for name, module in layout_modules().items())
     check(
         len(found) == 1,
-        f"{where}: config.json with architectures {config.get('architectures')} is of {len(found)} known layouts. Known: {known}",
+        f"{where}: config.json with architectures {config.get('architectures')} is of {len(found)} known layouts. "
+        f"Known: {known}",
     )
     return found[0]
 
@@ -67,15 +68,16 @@ def read_json(path: Path) -> dict:
 
 
 def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Tensors of a checkpoint whose names start with `prefix`: one safetensors file, an index of several, or a pytorch_model.bin of plain tensors.
+    """The tensors of a checkpoint whose names start with `prefix`.
 
-    Files without such a tensor are not opened where there is an index, and other tensors are not read.
+    Reads one safetensors file, several with an index, or a pytorch_model.bin of plain tensors. Other tensors of
+    safetensors files are not read, and with an index, files without a matching tensor are not opened.
     """
     return {name: tensor for file in weight_files(folder, prefix) for name, tensor in load_safely(file, prefix).items()}
 
 
 def weight_files(folder: Path, prefix: str = "") -> list[Path]:
-    """The files that hold tensors of this prefix."""
+    """The files that hold tensors whose names start with `prefix`. Raises ValueError if one is missing."""
     index, single, pickled = (
         folder / "model.safetensors.index.json",
         folder / "model.safetensors",
@@ -100,12 +102,13 @@ def load_safely(path: Path, prefix: str = "") -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
     except SafetensorError as error:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; it may be truncated, fetch it again"
+            f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; "
+            "it may be truncated, fetch it again"
         ) from error
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:
-    """Plain tensors alone: code in a pickle is never run."""
+    """Load a torch.save file of named tensors. Code in the pickle is never executed."""
     check(
         zipfile.is_zipfile(path),
         f"{path} ({path.stat().st_size} bytes) is no file of torch.save; it may be truncated, fetch it again",
@@ -114,7 +117,8 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(
-            f"{path} cannot be read as plain tensors: it holds code, which is not run, or is damaged; fetch it again, or take safetensors"
+            f"{path} cannot be read as plain tensors: it holds code, which is not run, or is damaged; "
+            "fetch it again, or take safetensors"
         ) from error
     check(
         isinstance(tensors, dict) and all(isinstance(tensor, Tensor) for tensor in tensors.values()),
@@ -146,9 +150,11 @@ def load_drafter(
     target: TargetSpec | None = None,
     taps: Sequence[int] = (),
 ) -> Drafter:
-    """The drafter of a folder, every tensor accounted for. `head` is the target's; copies that the file holds must agree with it.
+    """Load the drafter of a folder and account for every tensor.
 
-    With a target, everything that the file says of its own target must be true of this one; `taps` are the run's, where it has some.
+    `head` is the target's. Copies of the target's tensors in the checkpoint must be equal to it in bfloat16. With
+    `target`, all facts in config.json about the drafter's target must be true of this one; `taps` are the run's tapped
+    layers, if it has any. Raises ValueError for every mismatch.
     """
     config = read_config(folder)
     layout = layout_of(config, folder)
@@ -169,14 +175,15 @@ def load_drafter(
 
 def require_family(layout: ModuleType, settings: DrafterConfig, folder: Path) -> None:
     check(
-        layout.FAMILY == settings.family,
-        f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), the run wants {settings.family}; "
+        settings.family == layout.FAMILY,
+        f"{folder} is of family {layout.FAMILY} ({layout.__name__.rpartition('.')[2]}), "
+        f"the run wants {settings.family}; "
         f"choose +drafter={layout.FAMILY} or another init",
     )
 
 
 def own_tensors(folder: Path, layout: ModuleType) -> dict[str, Tensor]:
-    """A folder's tensors under the names of our modules."""
+    """The tensors of a folder, under the parameter names of this package's modules."""
     return layout.from_public(
         renamed(
             read_tensors(folder, getattr(layout, "PREFIX", "")),
@@ -189,12 +196,16 @@ def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path
     wanted, found = settings.alignment, shape.alignment
     check(
         wanted in ("", found),
-        f"{folder} is {found}, drafter.alignment says {wanted}; the wrong one only costs acceptance, so set it to {found}",
+        f"{folder} is {found}, drafter.alignment says {wanted}; "
+        f"the wrong one only costs acceptance, so set it to {found}",
     )
 
 
 def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder: Path) -> DrafterShape:
-    """A released checkpoint is looped as the settings say; one that was trained loop-aware only as it was trained."""
+    """The shape with the loop settings of the run.
+
+    Raises ValueError if the checkpoint was trained loop-aware with another form of own states (`state`, `slot`).
+    """
     looped, section = settings.with_loop_settings(shape), config.get(SECTION) or {}
     for name in ("state", "slot") if section.get("trained_depth_exposure") else ():
         found, wanted = section.get(name), getattr(looped, name)
@@ -210,9 +221,11 @@ def merge_heads(
     dtype: torch.dtype,
     kept: Tensor | None = None,
 ) -> TargetHead | None:
-    """The head a drafter borrows: the target's, or the frozen copies in its own file where no target is given.
+    """The frozen head that the drafter uses: the target's, or one made of the copies in the checkpoint.
 
-    `kept` are the target ids of a reduced draft vocabulary, of which alone a copy of the lm_head has rows.
+    The copies are used if `head` is None; without an embedding among them the result is None. With a `head` the copies
+    are only compared, in bfloat16, since checkpoints are written in it. `kept` are the target ids of a reduced draft
+    vocabulary, [V_draft]: a copy of the lm_head then has only these rows.
     """
     faulty = [role for role, copy in copies.items() if not copy.isfinite().all()]
     check(not faulty, f"{folder}: its copies of the target's {faulty} have NaN or infinite values; fetch it again")
@@ -227,14 +240,16 @@ def merge_heads(
     theirs = (head.embed_scale, head.softcap)
     check(
         scales in (None, theirs),
-        f"{folder} was made for a target with embedding scale and logit softcap {scales}, this one has {theirs}: another target",
+        f"{folder} was made for a target with embedding scale and logit softcap {scales}, "
+        f"this one has {theirs}: another target",
     )
     for role, copy in copies.items():
         theirs = getattr(head, f"{role}_weight")
         theirs = theirs[kept.to(theirs.device)] if role == "lm_head" and kept is not None else theirs
         check(
             copy.shape == theirs.shape,
-            f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, the target's is {tuple(theirs.shape)}: another target",
+            f"{folder}: its copy of the target's {role} is {tuple(copy.shape)}, "
+            f"the target's is {tuple(theirs.shape)}: another target",
         )
         check(
             torch.equal(copy.to(theirs.device, torch.bfloat16), theirs.to(torch.bfloat16)),
@@ -244,7 +259,7 @@ def merge_heads(
 
 
 def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
-    """Load every tensor, or say which are unknown, missing, of another shape or not finite."""
+    """Load all tensors. Raises ValueError that lists unknown, missing, misshapen, quantised and non-finite ones."""
     wanted = drafter.state_dict()
     faults = [f"unknown {name}" for name in tensors.keys() - wanted.keys()] + [
         f"missing {name}" for name in wanted.keys() - tensors.keys()
@@ -256,7 +271,8 @@ def fill(drafter: Drafter, tensors: dict[str, Tensor], where: Path) -> None:
             2, wanted[name].itemsize
         ):
             faults.append(
-                f"{name} is {tensors[name].dtype}, expected plain numbers like {wanted[name].dtype}: quantised files are not supported"
+                f"{name} is {tensors[name].dtype}, expected plain numbers like {wanted[name].dtype}: "
+                "quantised files are not supported"
             )
         elif tensors[name].is_floating_point() and not tensors[name].isfinite().all():
             faults.append(f"{name} has NaN or infinite values")
@@ -273,7 +289,11 @@ def save_drafter(
     dtype: torch.dtype = torch.bfloat16,
     copies: bool = True,
 ) -> None:
-    """Write config.json and model.safetensors in the drafter's public layout; `copies` says whether with its copies of the target's rows."""
+    """Write config.json and model.safetensors in the drafter's public layout.
+
+    `section` becomes the dloop section of config.json. With `copies`, the layout's copies of the target's embedding and
+    lm_head are written too.
+    """
     layout = layout_modules()[drafter.shape.format]
     own = {
         name: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
@@ -310,7 +330,7 @@ def check_export(
 
 
 def locate_drafter(init: str, revision: str = "main") -> Path:
-    """A local folder for starter:<name>, a folder, or a hub id."""
+    """The local folder for `starter:<name>`, the path of a folder, or a hub id, which is downloaded."""
     if init.startswith("starter:"):
         folder = DATA / "starters" / init.removeprefix("starter:")
         known = sorted(path.parent.name for path in (DATA / "starters").glob("*/config.json"))
@@ -337,18 +357,19 @@ def create_drafter(
     folder = locate_drafter(settings.init, settings.revision)
     drafter, own = load_drafter(folder, settings, head, dtype=dtype, target=target, taps=taps), read_shape(folder)
     if settings.draft_vocab_size and not own.reduced:
+        # Placeholder ids of the right number: token counts are known only when there are responses (start_vocabulary).
         drafter = with_vocabulary(
             drafter,
             settings,
             frequent_ids(Counter(), replace(own, draft_vocab_size=settings.draft_vocab_size), target.stop_ids),
-        )  # ids wait for responses
+        )
     if getattr(drafter.shape, "width", None) != getattr(own, "width", None):
         say(f"{folder}: a block of {own.width} slots, looped with drafter.width={drafter.shape.width}")
     return drafter
 
 
 def fill_backbone(drafter: Drafter, folder: Path) -> None:
-    """Start a block drafter's layers, fc and norms from those of another, whatever heads either has."""
+    """Copy layers, fc and norms from another block drafter's checkpoint. The token heads of the two may differ."""
     require_backbone(drafter.shape, folder)
     tensors = own_tensors(folder, layout_of(read_config(folder), folder))
     backbone = {name for name in drafter.state_dict() if name.split(".")[0] in ("layers", "norm", "fc", "hidden_norm")}
@@ -357,11 +378,12 @@ def fill_backbone(drafter: Drafter, folder: Path) -> None:
 
 
 def require_backbone(shape: DrafterShape, folder: Path) -> None:
-    """Name everything in which the backbone of a checkpoint and that of a block drafter disagree."""
+    """Raise ValueError that lists all fields in which a checkpoint's backbone differs from a block drafter's."""
     theirs = read_shape(folder)
     check(
         len(theirs.layers) == len(shape.layers),
-        f"{folder} cannot be this drafter's backbone: it has {len(theirs.layers)} layers, the drafter {len(shape.layers)}; "
+        f"{folder} cannot be this drafter's backbone: it has {len(theirs.layers)} layers, "
+        f"the drafter {len(shape.layers)}; "
         f"set drafter.layers={len(theirs.layers)}",
     )
     differ = [
@@ -373,7 +395,7 @@ def require_backbone(shape: DrafterShape, folder: Path) -> None:
 
 
 def require_fit(shape: DrafterShape, target: TargetSpec, taps: Sequence[int], folder: Path) -> None:
-    """Name everything in which a checkpoint and the target disagree."""
+    """Raise ValueError that lists all fields in which a checkpoint does not match the target."""
     differ = [
         f"{name}: the checkpoint has {getattr(shape, name)}, target {target.name} has {value}"
         for name, value in shape.expected_fields(target, taps).items()

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: Gemma4UnifiedAssistantForCausalLM, queries alone, an embedding of its own that is its lm_head."""
+"""Gemma 4's MTP assistant: layers with queries only, and an own embedding that is also the lm_head."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ FAMILY = "mtp_assistant"
 COPIES: dict[str, str] = {}
 NAMES = ("Gemma4UnifiedAssistantForCausalLM", "Gemma4AssistantForCausalLM")
 INNER = ("layers.", "norm.", "embed_tokens.")
-"""What stands under model. in the file."""
+"""Prefixes of the names that are written under `model.`."""
 
 
 def matches(config: dict) -> bool:
@@ -25,7 +25,8 @@ def read_shape(config: dict) -> AssistantShape:
     required(text, "vocab_size")
     check(
         not any(place.get("use_ordered_embeddings") for place in (config, text)),
-        "config.json says use_ordered_embeddings: true (centroid heads, the E2B and E4B assistants), which is not supported",
+        "config.json says use_ordered_embeddings: true (centroid heads, the E2B and E4B assistants), "
+        "which is not supported",
     )
     check(
         text.get("final_logit_softcapping") is None,
@@ -44,7 +45,7 @@ def read_shape(config: dict) -> AssistantShape:
 
 
 def write_config(shape: AssistantShape) -> dict:
-    """Sizes of the full layers stand in per_layer_config, as transformers 5.24 writes them."""
+    """Sizes that differ from the sliding layers' are written in per_layer_config, as transformers 5.24 does."""
     sliding = next((layer for layer in shape.layers if layer.window is not None), shape.layers[0])
     others = {
         str(index): {"head_dim": layer.head_dim, "num_key_value_heads": layer.num_key_value_heads}
@@ -80,7 +81,7 @@ def write_config(shape: AssistantShape) -> dict:
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(tensors)  # `model.` is gone already
+    return dict(tensors)  # own_tensors in files.py has removed `model.`
 
 
 def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

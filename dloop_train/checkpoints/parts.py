@@ -1,4 +1,4 @@
-"""What the public layouts have in common: keys that stand at one of two levels, the fields of block drafters, the keys of layers."""
+"""Shared parts of the layouts: nested config.json keys, block drafters' fields, vocabulary maps."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,14 +11,17 @@ from dloop_train.drafters.sizes import FULL, public_sizes, read_layers, required
 
 
 def one_of(key: str, *places: dict, default=None):
-    """The value of a key that stands at the top level or in a nested section; contradicting values are an error."""
+    """The value of a key in one of several sections of config.json.
+
+    Raises ValueError for contradicting values, and for a missing key without a default.
+    """
     value = stated(places, key)
     check(value is not None or default is not None, f"config.json has no {key}, at the top level or nested")
     return default if value is None else value
 
 
 def stated(places: Sequence[dict], *keys: str):
-    """What is said under any of these keys in any of these places, or None; contradicting values are an error."""
+    """The value of any of these keys in any of these sections, or None. Raises ValueError for contradicting values."""
     found = [place[key] for place in places for key in keys if place.get(key) is not None]
     check(
         all(value == found[0] for value in found),
@@ -28,7 +31,7 @@ def stated(places: Sequence[dict], *keys: str):
 
 
 def layer_kinds(config: dict) -> list[str]:
-    """layer_types, one a layer."""
+    """The layer_types of a config.json, one per layer. Without the key all layers have full attention."""
     required(config, "num_hidden_layers")
     count = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [FULL] * count
@@ -37,7 +40,10 @@ def layer_kinds(config: dict) -> list[str]:
 
 
 def block_fields(format: str, places: Sequence[dict], *, architecture: str, alignment: str) -> dict:
-    """What every block drafter's config.json says; `places` are its inner sections, if it has any, and itself."""
+    """The fields of BlockShape that every block drafter's config.json has.
+
+    `places` are its nested sections, if it has any, and last config.json itself.
+    """
     config = places[-1]
     required(config, "vocab_size", "hidden_size")
     section = config.get("dloop") or {}
@@ -58,12 +64,15 @@ def block_fields(format: str, places: Sequence[dict], *, architecture: str, alig
 
 
 def anchor_slot(places: Sequence[dict]) -> str:
-    """DeepSpec's alignment: its blocks predict from the anchor's own slot on, unless they say that they do not."""
+    """The alignment of a DeepSpec checkpoint: shifted, unless sample_from_anchor is false."""
     return "shifted" if one_of("sample_from_anchor", *places, default=True) else "fill_in"
 
 
 def head_scales(config: dict, architecture: str) -> tuple[float, float | None] | None:
-    """What a Gemma 4 file says of the target's embeddings (the factor is an fp32 number there) and logits."""
+    """Embedding scale and logit softcap of the target, from a Gemma 4 config.json; None for other architectures.
+
+    The scale is sqrt(D) rounded to fp32, because Gemma keeps it in an fp32 buffer.
+    """
     if architecture != "gemma4":
         return None
     return torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item(), config.get("final_logit_softcapping")
@@ -83,7 +92,7 @@ def shared_keys(shape: DrafterShape) -> dict:
 
 
 def deepspec_block_keys(shape) -> dict:
-    """What DeepSpec's block drafters write beside their heads' keys."""
+    """The config.json keys of DeepSpec's block drafters, without those of their token heads."""
     return {
         "architectures": [deepspec_name(shape, "DSparkModel")],
         "block_size": shape.width,
@@ -97,28 +106,28 @@ def deepspec_block_keys(shape) -> dict:
 
 
 def causal_key(shape: DrafterShape) -> dict:
-    """is_causal, where the layers are not causal as usual (sliding ones are, full ones are not)."""
+    """The is_causal key, if the layers differ from the default (sliding layers causal, full layers not)."""
     unusual = any(layer.causal != (layer.window is not None) for layer in shape.layers)
     return {"is_causal": shape.layers[0].causal} if unusual else {}
 
 
 def deepspec_name(shape: DrafterShape, suffix: str) -> str:
-    """DeepSpec's classes: Qwen3DSparkModel, Gemma4Eagle3Model, ..."""
+    """A class name of DeepSpec, such as Qwen3DSparkModel or Gemma4Eagle3Model."""
     return ("Gemma4" if shape.layers[0].architecture == "gemma4" else "Qwen3") + suffix
 
 
 def deepspec_architecture(config: dict, suffix: str) -> str | None:
-    """The kind of layers that DeepSpec's class name tells, or None for another class."""
+    """The architecture of the layers by DeepSpec's class name, or None if config.json names another class."""
     return {f"Qwen3{suffix}": "qwen3", f"Gemma4{suffix}": "gemma4"}.get((config.get("architectures") or [""])[0])
 
 
 def deepspec_sections(config: dict) -> tuple[dict, ...]:
-    """SGLang's files may keep some keys nested."""
+    """The sections that may hold DeepSpec's keys: files made for SGLang may nest some of them."""
     return config.get("dspark_config") or {}, config.get("dflash_config") or {}, config
 
 
 def renamed(tensors: dict[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Tensors under other names, none of them twice."""
+    """The tensors under new names. Raises ValueError if two of them get the same name."""
     names = [name_of(name) for name in tensors]
     twice = sorted({name for name in names if names.count(name) > 1})
     check(not twice, f"the weights hold {twice} twice, under names that mean the same; keep the right ones")
@@ -126,7 +135,7 @@ def renamed(tensors: dict[str, Tensor], name_of: Callable[[str], str]) -> dict[s
 
 
 def same_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For layouts whose names are the modules' own."""
+    """The tensors unchanged, for layouts with this package's parameter names."""
     return dict(tensors)
 
 
@@ -134,11 +143,14 @@ def same_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 VERIFIERS = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-"""The target's own tensors that a file may hold; they are taken from the target."""
+"""Copies of the target's tensors that a file may hold. They are ignored: the target's own are used."""
 
 
 def speculators_fields(format: str, config: dict, *, shifted: bool) -> dict:
-    """What a block drafter's config.json says; `shifted` is the family's default where it does not say its alignment."""
+    """The fields of BlockShape from a speculators config.json.
+
+    `shifted` is the family's default alignment, used if config.json has no sample_from_anchor.
+    """
     required(config, "transformer_layer_config", "aux_hidden_state_layer_ids", "mask_token_id", "block_size")
     layer, section = config["transformer_layer_config"], config.get("dloop") or {}
     required(layer, "vocab_size", "hidden_size")
@@ -161,7 +173,11 @@ def speculators_fields(format: str, config: dict, *, shifted: bool) -> dict:
 
 
 def speculators_keys(shape, algorithm: str, architecture: str) -> dict:
-    """The config.json of a block drafter. sliding_window_non_causal says that full layers see the whole block, which vLLM takes from it too."""
+    """The config.json keys of a block drafter in the speculators layout.
+
+    sliding_window_non_causal is true if no layer is causal. vLLM also reads from it whether slots of full layers attend
+    to the whole block.
+    """
     verifier = {"name_or_path": None, "architectures": []}
     return {
         "architectures": [architecture],
@@ -192,12 +208,15 @@ def speculators_keys(shape, algorithm: str, architecture: str) -> dict:
 
 
 def without_verifier(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our modules' tensors. Maps of a draft vocabulary must be one another's inverse; those of the whole one say nothing."""
+    """The drafter's own tensors, without copies of the target's, and with checked vocabulary maps (checked_maps)."""
     return checked_maps({name: tensor for name, tensor in tensors.items() if name not in VERIFIERS})
 
 
 def checked_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without d2t and t2d where they keep the target's whole vocabulary; stops where they contradict each other."""
+    """The tensors, without d2t and t2d if these keep the target's whole vocabulary.
+
+    Raises ValueError if d2t and t2d contradict each other.
+    """
     if (
         "t2d" in tensors
         and bool(tensors["t2d"].all())
@@ -214,7 +233,7 @@ def checked_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def public_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A file of the whole vocabulary leaves the target's lm_head out: it is taken from the target there."""
+    """The tensors to write. With the whole vocabulary the lm_head is left out: loaders take it from the target."""
     return (
         dict(tensors)
         if "d2t" in tensors

@@ -1,4 +1,4 @@
-"""Qwen3.5's MTP module: the mtp.* tensors of a target's own safetensors, or of a side file beside the target's config."""
+"""Qwen3.5's MTP module: the mtp.* tensors in a target's safetensors, or in a separate side file."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,14 @@ WHAT = "a Qwen3.5 target with mtp_num_hidden_layers, or its mtp.* side file"
 FAMILY = "mtp"
 COPIES: dict[str, str] = {}
 PREFIX = "mtp."
-"""Only these tensors of a folder are the drafter's."""
+"""Only tensors with this prefix belong to the drafter."""
 
 
 def matches(config: dict) -> bool:
-    """A drafter of another kind may have copied its target's config; its class tells it apart."""
+    """Whether config.json is a Qwen3.5 model's.
+
+    The class is checked beside model_type, because drafters of other kinds may copy their target's keys.
+    """
     named = (config.get("architectures") or ["Qwen3_5"])[0]
     return named.startswith("Qwen3_5") and (text_config(config).get("model_type") or "").startswith("qwen3_5")
 
@@ -36,7 +39,8 @@ def read_shape(config: dict) -> MTPShape:
     count = stated((text, config), "mtp_num_hidden_layers")
     check(
         count == 1,
-        f"config.json says mtp_num_hidden_layers: {count}; one layer was expected. A target without the key has no MTP module: train one from scratch",
+        f"config.json says mtp_num_hidden_layers: {count}; one layer was expected. "
+        "A target without the key has no MTP module: train one from scratch",
     )
     check(
         not stated((text, config), "mtp_use_dedicated_embeddings"),
@@ -55,7 +59,7 @@ def read_shape(config: dict) -> MTPShape:
 
 
 def write_config(shape: MTPShape) -> dict:
-    """A side file's config.json: the sizes of the one layer, under the keys of the target's."""
+    """The config.json of a side file: the sizes of its one layer, under the target's keys."""
     sizes = {
         key: value
         for key, value in plain_sizes(shape.layers).items()
@@ -74,7 +78,8 @@ def write_config(shape: MTPShape) -> dict:
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     check(
         bool(tensors),
-        "config.json has mtp_num_hidden_layers, the safetensors hold no mtp.* tensor: transformers drops them when it saves a model again. "
+        "config.json has mtp_num_hidden_layers, the safetensors hold no mtp.* tensor: "
+        "transformers drops them when it saves a model again. "
         "Use the original files, or train a module from scratch",
     )
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -85,7 +90,10 @@ def to_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merge_into(drafter: Path, target: Path, out: Path) -> list[Path]:
-    """Copies of the target's files that hold mtp.* tensors, with the drafter's in their place. None where the target has no module of its own."""
+    """Copy the target's safetensors files that hold mtp.* tensors to `out`, with the drafter's tensors in their place.
+
+    Returns the paths of the copies; none if the target has no MTP module.
+    """
     index, single = target / "model.safetensors.index.json", target / "model.safetensors"
     names = (
         json.loads(index.read_text())["weight_map"]
@@ -109,7 +117,7 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def merge(shard: Path, ours: dict[str, Tensor], out: Path) -> Path:
-    """One shard with its mtp.* tensors replaced, in its own dtypes."""
+    """Write one shard with its mtp.* tensors replaced. Every tensor keeps the dtype that it has in the shard."""
     with safe_open(shard, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
     unknown = [name for name in tensors if name.startswith(PREFIX) and name not in ours]

@@ -1,4 +1,7 @@
-"""Domino, as SpecForge and the released files write it: a DFlash config with projector_type domino, a GRU and a bottleneck beside the backbone."""
+"""Domino's layout in SpecForge and the released files: DFlash's keys, a GRU and a bottleneck.
+
+config.json is a DFlash one with projector_type domino.
+"""
 
 from torch import Tensor
 
@@ -10,13 +13,13 @@ WHAT = "DFlashDraftModel or DominoDraftModel with projector_type domino"
 FAMILY = "domino"
 COPIES: dict[str, str] = {}
 PROJECTORS = ("domino", "causal_v5")
-"""The second is the name in early files."""
+"""Values of projector_type; early files have the second one."""
 EARLY = "logit_head."
-"""Early files keep the head's tensors under this."""
+"""Prefix of the head's tensors in early files."""
 
 
 def sections(config: dict) -> tuple[dict, dict]:
-    """Keys stand nested in later files, partly at the top level in early ones."""
+    """The sections that may hold a key: later files nest them, early ones have some at the top level."""
     return config.get("dflash_config") or {}, config
 
 
@@ -43,7 +46,7 @@ def read_shape(config: dict) -> DominoShape:
 
 
 def write_config(shape: DominoShape) -> dict:
-    """The architecture is the one that SGLang registers; the head's keys are nested, where it looks for them."""
+    """The architecture is the class that SGLang registers, and the head's keys are nested, where SGLang reads them."""
     drafted = {} if shape.num_draft_tokens is None else {"num_draft_tokens": shape.num_draft_tokens}
     head = {
         "projector_type": "domino",

@@ -1,4 +1,7 @@
-"""The official EAGLE-3 layout, as SpecForge writes it: LlamaForCausalLMEagle3, tensors under midlayer, optional reduced vocabulary."""
+"""The official EAGLE-3 layout, as SpecForge writes it, with an optional reduced draft vocabulary.
+
+The class is LlamaForCausalLMEagle3; the layer's tensors are under midlayer.
+"""
 
 from torch import Tensor
 
@@ -27,9 +30,8 @@ def read_shape(config: dict) -> Eagle3Shape:
     )
     required(config, "vocab_size", "hidden_size")
     nested, inputs = config.get("eagle_config") or {}, config.get("eagle_aux_hidden_state_layer_ids") or []
-    outputs = {
-        "eagle_aux_hidden_state_layer_ids": [index - 1 for index in inputs] or None
-    }  # the top-level key counts layer inputs
+    # The top-level key counts layer inputs, the others count layer outputs.
+    outputs = {"eagle_aux_hidden_state_layer_ids": [index - 1 for index in inputs] or None}
     taps = (
         stated(
             ({"target_layer_ids": config.get("target_layer_ids") or None}, nested, outputs),
@@ -38,9 +40,8 @@ def read_shape(config: dict) -> Eagle3Shape:
         )
         or ()
     )
-    config = (
-        {"rope_theta": 10000.0} | config if not config.get("rope_parameters") else config
-    )  # the authors' files leave Llama's own default out
+    # The authors' files leave out rope_theta if it is Llama's default.
+    config = {"rope_theta": 10000.0} | config if not config.get("rope_parameters") else config
     return Eagle3Shape(
         format="specforge_eagle3",
         layers=read_layers(config, "llama", [FULL]),
@@ -78,7 +79,7 @@ def write_config(shape: Eagle3Shape) -> dict:
 
 
 def from_public(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our names. Maps of a draft vocabulary that is the target's whole one say nothing, and are left out (checked_maps)."""
+    """The tensors under this package's names, with checked vocabulary maps (checked_maps)."""
     tensors = checked_maps(tensors)
     return renamed(
         tensors, lambda name: name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name

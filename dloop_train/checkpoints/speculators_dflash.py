@@ -1,4 +1,7 @@
-"""The speculators layout of DFlash, with a reduced draft vocabulary or the whole one: DFlashDraftModel's sizes nested, taps counted from 1."""
+"""The speculators layout of DFlash, with the whole or a reduced draft vocabulary.
+
+The sizes of the layers are nested under transformer_layer_config, and tapped layers are counted from 1.
+"""
 
 from dloop_train.checkpoints.parts import public_maps, speculators_fields, speculators_keys, without_verifier
 from dloop_train.drafters.block import BlockShape

@@ -1,4 +1,7 @@
-"""The speculators layout of DSpark, with a reduced draft vocabulary or the whole one: its DFlash layout with a Markov and a confidence head."""
+"""The speculators layout of DSpark, with the whole or a reduced draft vocabulary.
+
+It is the speculators layout of DFlash with a Markov head and a confidence head.
+"""
 
 from dloop_train.checkpoints.parts import public_maps, speculators_fields, speculators_keys, without_verifier
 from dloop_train.drafters.dspark import DSparkShape

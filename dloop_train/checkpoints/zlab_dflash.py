@@ -1,4 +1,4 @@
-"""z-lab's DFlash: DFlashDraftModel, fill-in alignment, embedding and head borrowed from the target."""
+"""z-lab's DFlash: DFlashDraftModel with fill-in alignment; embedding and lm_head are the target's."""
 
 from dloop_train.checkpoints.parts import block_fields, causal_key, same_names, shared_keys
 from dloop_train.drafters.block import BlockShape

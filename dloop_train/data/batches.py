@@ -1,4 +1,4 @@
-"""Batches: which samples stand in which step and micro-batch, a pure function of (seed, epoch), and their collation."""
+"""Batches: collates samples, and divides an epoch into steps, micro-batches and shares of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from dloop_train.types import Sample
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Samples padded on the right, or packed: all in one row, one behind the other."""
+    """Samples padded on the right, or packed: all in one row, one after the other."""
 
     ids: tuple[str, ...]
     tokens: Tensor  # [B, T] int64
@@ -22,8 +22,8 @@ class TextBatch:
     features: Tensor  # [B, T, F]
     last_hidden: Tensor  # [B, T, D]
     lengths: tuple[int, ...] = ()
-    """Tokens of each sample; empty where every sample fills its row."""
-    first: Tensor | None = None  # [B, T] of packed samples: where the sample of each token begins
+    """Tokens of each sample; empty if every sample fills its row."""
+    first: Tensor | None = None  # [B, T] packed samples: the first position of each token's sample
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "TextBatch":
         return replace(
@@ -36,7 +36,7 @@ class TextBatch:
         )
 
     def places(self) -> list[tuple[int, slice]]:
-        """Where each sample lies: its row and its tokens there."""
+        """Row of each sample, and the slice of its tokens in that row."""
         lengths = self.lengths or (self.tokens.shape[1],) * len(self.ids)
         if self.first is None:
             return [(row, slice(0, length)) for row, length in enumerate(lengths)]
@@ -45,7 +45,7 @@ class TextBatch:
 
 
 class Source(Protocol):
-    """Where a training gets its batches from."""
+    """What a training reads its batches from."""
 
     lengths: tuple[int, ...]
     """Tokens of every sample."""
@@ -53,7 +53,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Sequence[int]) -> TextBatch:
-        """Samples as they lie on disk. Called ahead of time, on a thread of its own."""
+        """A batch of samples as stored. Called ahead of the step, in another thread."""
 
     def ready(self, batch: TextBatch, device: torch.device, dtype: torch.dtype) -> TextBatch:
         """The batch with all its features, on the device. Called in the step."""
@@ -74,7 +74,7 @@ def collate(samples: Sequence[Sample]) -> TextBatch:
 
 
 def packed(batch: TextBatch) -> TextBatch:
-    """The samples of a padded batch in one row, without the padding; each remains a text of its own."""
+    """The samples of a padded batch in one row, without padding. `first` keeps them separate."""
 
     def joined(rows: Tensor) -> Tensor:
         return torch.cat([rows[row, tokens] for row, tokens in batch.places()])[None]
@@ -95,7 +95,10 @@ WINDOW = 32
 
 
 def plan_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Sample indices of every step: shuffled, grouped by length within windows of steps, the last step perhaps smaller."""
+    """Sample indices of every step of an epoch, as a function of `seed` and `epoch`.
+
+    They are shuffled and grouped by length within WINDOW steps. One step may have fewer samples.
+    """
     generator = np.random.Generator(np.random.Philox([seed, epoch]))
     order = generator.permutation(len(lengths))
     steps = []
@@ -107,15 +110,16 @@ def plan_epoch(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -
 
 
 def micro_batches(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """The micro-batches of a step, whichever ranks run them."""
+    """The micro-batches of a step. They do not depend on the number of ranks."""
     return [list(step[start : start + micro_batch_size]) for start in range(0, len(step), micro_batch_size)]
 
 
 def share_out(micros: Sequence[list[int]], lengths: Sequence[int], ranks: int, count: int) -> list[list[list[int]]]:
-    """Micro-batches for every rank, `count` each; a missing one is empty (run as a masked dummy).
+    """Micro-batches for every rank, `count` each. A missing one is an empty list, which is run as a masked dummy.
 
-    Ranks wait for each other in every micro-batch, and at the end of the step. So those of one turn have about as many
-    tokens, and in each turn the largest goes to the rank that has had the fewest tokens so far.
+    Ranks wait for each other in every micro-batch and at the end of the step.
+    Therefore the micro-batches of one turn have similar numbers of tokens.
+    In each turn the largest one is assigned to the rank with the fewest tokens so far.
     """
 
     def tokens(micro: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Chat: the one place where messages become prompt ids, and ids the text that is shown, for all phases alike."""
+"""Chat: converts messages to prompt ids, and tokens to displayed text, for all phases."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,15 +6,15 @@ from dloop_train.config import TargetConfig
 
 
 def prompt_ids(tokenizer, messages: list[dict[str, str]], target: TargetConfig) -> list[int]:
-    """Ids of the rendered conversation, the assistant's header included, the target's thinking mode applied."""
+    """Ids of the rendered conversation, with the assistant's header and the target's thinking mode."""
     switches = {} if target.thinking is None else {"enable_thinking": target.thinking}
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
-    # The template already writes the special tokens; adding them again would double the BOS of Llama.
+    # The template already contains the special tokens. Adding them again would double the BOS of Llama.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def pieces(tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """The text that each token adds; nothing while a character is not whole yet. Special tokens are not shown."""
+    """The text that each token adds, empty while a character is incomplete. Special tokens are not shown."""
     shown, seen = "", []
     for token in tokens:
         seen.append(token)

@@ -1,4 +1,4 @@
-"""Online features: the target runs over texts, in the training step itself or to fill the store. Right-padded, in batches of like length."""
+"""Online features: the target computes features of texts, in a training step or for the feature store."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,7 +13,7 @@ from dloop_train.types import FeatureSpec, Sample
 
 
 def text_of(response: Response, max_length: int) -> Sample:
-    """A sample whose features the target has yet to give."""
+    """A sample without features, cut to `max_length` tokens."""
     tokens = torch.tensor((response.prompt_ids + response.response_ids)[:max_length])
     loss_mask = torch.arange(len(tokens)) >= len(response.prompt_ids)  # the answer and its end token
     return Sample(response.id, tokens, loss_mask, torch.empty(len(tokens), 0), torch.empty(len(tokens), 0))
@@ -22,13 +22,13 @@ def text_of(response: Response, max_length: int) -> Sample:
 def read_samples(
     target: Target, texts: Sequence[Sample], feature_spec: FeatureSpec, *, dtype: torch.dtype, batch_tokens: int
 ) -> Iterator[Sample]:
-    """Texts with their features as the store keeps them, on the target's device; shorter ones first."""
+    """Texts with features in the store's layout, on the target's device. Shorter texts come first."""
     for batch in batches(texts, batch_tokens):
         yield from read_batch(target, batch, feature_spec, dtype)
 
 
 def batches(texts: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
-    """Batches of like length, padded size within `batch_tokens`."""
+    """Batches of texts of similar length, each with at most `batch_tokens` tokens after padding, or a single text."""
     grouped: list[list[Sample]] = [[]]
     for text in sorted(texts, key=lambda text: (len(text.tokens), text.id)):
         if grouped[-1] and len(text.tokens) * (len(grouped[-1]) + 1) > batch_tokens:
@@ -38,7 +38,10 @@ def batches(texts: Sequence[Sample], batch_tokens: int) -> list[list[Sample]]:
 
 
 def read_batch(target: Target, texts: Sequence[Sample], feature_spec: FeatureSpec, dtype: torch.dtype) -> list[Sample]:
-    """One pass of the target. Padding on the right is behind every token that is looked at, and needs no positions."""
+    """One forward pass of the target.
+
+    Padding is on the right, after all tokens that are attended to, so the default positions are correct.
+    """
     tokens = torch.nn.utils.rnn.pad_sequence([text.tokens for text in texts], batch_first=True).to(target.device)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text.tokens) for text in texts], batch_first=True).to(
         target.device
@@ -60,13 +63,16 @@ def read_batch(target: Target, texts: Sequence[Sample], feature_spec: FeatureSpe
 
 @dataclass(frozen=True)
 class Unread(TextBatch):
-    """Texts on their way to the target: their batch without features."""
+    """A batch whose features the target has not computed yet."""
 
     texts: tuple[Sample, ...] = ()
 
 
 class OnlineSource:
-    """A training's source that keeps responses alone, and has the target read each batch in its step. Rounds features as the store does."""
+    """A source that reads only responses; the target computes the features of each batch in its training step.
+
+    Features are rounded to `dtype`, as in the feature store.
+    """
 
     def __init__(
         self,

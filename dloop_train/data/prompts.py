@@ -1,10 +1,11 @@
-"""Prompts: conversations to be answered, each with an id, a category and a split."""
+"""Prompts: conversations for the target to answer, each with an id, a category and a split."""
 
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from dloop_train.config import DATA, check
 from dloop_train.runs import read_jsonl
@@ -14,17 +15,17 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with a user's turn."""
+    """A conversation that ends with a user turn."""
 
     id: str
     messages: tuple[dict, ...]
-    """As the chat template takes them: role and content, and what else a message has, such as tool calls."""
+    """Messages as input of the chat template: role, content and further keys such as tool calls."""
     category: str
     split: str
 
 
 def split_of(identity: str, validation: float, test: float) -> str:
-    """A split decided by the id alone, so that adding prompts moves none. Shares are of 1."""
+    """The split of a prompt. It depends only on the id, so that adding prompts moves no other. Shares are in [0, 1]."""
     share = int(hashlib.sha256(identity.encode()).hexdigest()[:8], 16) / 2**32
     return "test" if share < test else "validation" if share < test + validation else "train"
 
@@ -34,7 +35,7 @@ def content_id(messages: list[dict]) -> str:
 
 
 def up_to_last_user_turn(messages: list[dict], where: str) -> tuple[dict, ...]:
-    """The conversation without the assistant's final answer: the target gives its own."""
+    """The conversation up to its last user turn, since the target generates the answer. Checks the messages."""
     for message in messages:
         check(
             isinstance(message, dict) and message.keys() >= {"role", "content"},
@@ -49,24 +50,25 @@ def up_to_last_user_turn(messages: list[dict], where: str) -> tuple[dict, ...]:
 
 @dataclass(kw_only=True)
 class Prompts:
-    """A prompt set. `limit` counts the training prompts; validation and test prompts are never cut."""
+    """A prompt set."""
 
     name: str = ""
     limit: int = 0
-    """Most training prompts; 0 is all."""
+    """Maximum number of training prompts; 0 is all. Validation and test prompts are not limited."""
     validation: float = 0.02
-    """Share of prompts for validation, by id."""
+    """Share of prompts for validation, chosen by id."""
     test: float = 0.02
+    """Share of prompts for testing, chosen by id."""
 
     def rows(self) -> Iterator[Prompt]:
         raise NotImplementedError
 
     def settings(self) -> dict:
-        """What shapes this set, for the keys of what is made from it."""
+        """Settings that determine this set. They are part of the keys of artifacts made from it."""
         raise NotImplementedError
 
     def read(self) -> list[Prompt]:
-        """All prompts up to the limit, ids checked."""
+        """All prompts up to the limit. Ids are checked to be unique."""
         prompts, seen, trained = [], set(), 0
         for prompt in self.rows():
             check(prompt.id not in seen, f"prompts {self.name}: id {prompt.id!r} stands twice")
@@ -81,16 +83,17 @@ class Prompts:
 
 
 def messages_of(row: dict) -> list[dict]:
-    """A row's conversation; empty where it has none."""
+    """A row's conversation; empty if it has none."""
     asked = row.get("prompt") or next(iter(row.get("turns") or ()), None)
     return row.get("messages") or ([{"role": "user", "content": asked}] if asked else [])
 
 
 @dataclass(kw_only=True)
 class JsonLines(Prompts):
-    """A file of {"messages": [...]}, {"prompt": "..."} or {"turns": ["...", ...]} rows; id, category and split are optional.
+    """A JSON Lines file. A row has "messages" (a list), "prompt" (a string) or "turns" (a list of strings).
 
-    Of `turns`, a benchmark's user turns, the first is asked: the others stand behind answers that nobody has given yet.
+    Keys id, category and split are optional.
+    `turns` are a benchmark's user turns. Only the first one is used, since the others follow answers that do not exist.
     """
 
     path: str
@@ -118,7 +121,8 @@ class JsonLines(Prompts):
             check(bool(messages), f'{where}: expected "messages", "prompt" or "turns", got {sorted(row)}')
             check(
                 not row.get("tools"),
-                f"{where}: a row with tools cannot be rendered, since only messages reach the chat template; write them into the system message",
+                f"{where}: a row with tools cannot be rendered, since only messages reach the chat template; "
+                f"write them into the system message",
             )
             messages = up_to_last_user_turn(messages, where)
             identity = str(row.get("id") or content_id(list(messages)))
@@ -135,7 +139,13 @@ class PerfectBlend(Prompts):
     """Hub id, a local parquet or jsonl file, or a folder of them."""
     revision: str = "main"
 
-    ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+    ROLES: ClassVar = {
+        "human": "user",
+        "user": "user",
+        "gpt": "assistant",
+        "assistant": "assistant",
+        "system": "system",
+    }
 
     def settings(self) -> dict:
         return {
@@ -164,11 +174,8 @@ class PerfectBlend(Prompts):
             return load_dataset(kind, data_files=files, split="train")
         try:
             return load_dataset(self.path, revision=self.revision, split="train")
-        except (
-            OSError,
-            HTTPError,
-            DatasetsError,
-        ) as error:  # no such set, no way to the hub, a connection that broke, files that cannot be read
+        # The set does not exist, the hub cannot be reached, the connection broke, or files cannot be read.
+        except (OSError, HTTPError, DatasetsError) as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConnectionError(
                 f"prompts {self.path} could not be had from the hub ({cause}). Download its parquet files and pass "
@@ -190,10 +197,10 @@ class PerfectBlend(Prompts):
             if messages[0]["role"] not in ("system", "user") or any(
                 m["role"] == "?" or not m["content"] for m in messages
             ):
-                continue  # a few rows of the set start with an answer or hold empty turns
+                continue  # a few rows start with an answer or have empty turns
             messages = up_to_last_user_turn(messages, f"row {number} of {self.path}")
             identity = content_id(list(messages))
-            if identity not in seen:  # the set holds some conversations twice
+            if identity not in seen:  # some conversations occur twice
                 seen.add(identity)
                 yield Prompt(
                     identity, messages, row.get("source") or "all", split_of(identity, self.validation, self.test)

@@ -1,4 +1,7 @@
-"""Questions and responses on disk: one JSON line a prompt, read a line at a time, since those of a million prompts do not fit into memory as numbers."""
+"""Responses: questions and responses on disk, one JSON line per prompt, with an index of the lines.
+
+Rows are parsed when they are accessed, since the ids of a million prompts do not fit into memory.
+"""
 
 import json
 import os
@@ -16,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt as ids, the assistant's header included."""
+    """A prompt as token ids, including the assistant's header."""
 
     id: str
     category: str
@@ -34,15 +37,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Response:
-    """A prompt and the target's own answer, as ids."""
+    """A prompt and the target's own answer, as token ids."""
 
     id: str
     category: str
     prompt_ids: list[int]
     response_ids: list[int]
-    """The end token included when it was reached."""
+    """Includes the end token if it was generated."""
     finished: bool
-    """False where max_new_tokens cut the answer."""
+    """False if max_new_tokens cut the answer."""
     text: str
 
     def row(self) -> dict:
@@ -50,19 +53,18 @@ class Response:
 
 
 class Rows(Sequence[T]):
-    """Questions or responses of a file, parsed when they are asked for."""
+    """Questions or responses of a file, parsed when they are accessed."""
 
     def __init__(self, path: Path, kind: type[T]):
         self.path, self.kind = path, kind
         beside = index_file(path)
-        self.index = (
-            np.load(beside) if beside.is_file() else scan(path, kind)
-        )  # [n, 2 or 3] int64: first byte, and how many ids each list has
+        # [n, 2 or 3] int64: offset of the line in bytes, and the number of ids in each list
+        self.index = np.load(beside) if beside.is_file() else scan(path, kind)
         assert self.index.shape[1] == 1 + len(id_lists(kind))
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every row, prompt and response. [n]"""
+        """Number of tokens of each row, prompt plus response. [n]"""
         return self.index[:, 1:].sum(1)
 
     def __len__(self) -> int:
@@ -94,7 +96,7 @@ def id_lists(kind: type) -> list[str]:
 
 
 def scan(path: Path, kind: type) -> np.ndarray:
-    """The index of a file that has none beside it."""
+    """The index of a file without an index file."""
     found, at = [], 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -108,7 +110,7 @@ def as_index(found: list[tuple], kind: type) -> np.ndarray:
 
 
 def parse(line: bytes, kind: type, where: str) -> dict:
-    """A row. Errors name the line."""
+    """A line as a dictionary. ValueError, with the line's location, if it is not JSON or has other fields."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -122,7 +124,7 @@ def parse(line: bytes, kind: type, where: str) -> dict:
 
 
 def sizes_of(row: dict, kind: type) -> tuple[int, ...]:
-    """How many ids each of a row's lists has."""
+    """Number of ids in each list of a row."""
     return tuple(len(row[name]) for name in id_lists(kind))
 
 
@@ -131,12 +133,12 @@ def as_line(row: Question | Response) -> bytes:
 
 
 def write_rows(path: Path, rows: Iterable[Question | Response], kind: type) -> None:
-    """Rows and their index, written beside and renamed."""
+    """Write rows and their index, to a temporary file that is then renamed."""
     write_lines(path, ((as_line(row), sizes_of(row.row(), kind)) for row in rows), kind)
 
 
 def write_lines(path: Path, lines: Iterable[tuple[bytes, tuple[int, ...]]], kind: type) -> None:
-    """The same of lines and what the index says of each."""
+    """Write encoded lines, each with the sizes of its lists, and their index."""
     beside, found, at = path.with_name(f".{path.name}.{os.getpid()}"), [], 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(beside, "wb") as file:
@@ -151,19 +153,20 @@ def write_lines(path: Path, lines: Iterable[tuple[bytes, tuple[int, ...]]], kind
 
 @dataclass(frozen=True)
 class Merged:
-    """What a file of responses holds."""
+    """Counts of a merged file of responses."""
 
     rows: int
     prompt_tokens: int
     response_tokens: int
     unfinished: int
-    """Answers that max_new_tokens cut."""
+    """Responses that max_new_tokens cut."""
 
 
 def merge(files: Iterable[Path], order: Iterable[str], path: Path) -> Merged:
-    """The responses of some files as one file, in the order of their prompts' ids; those that nobody answered are missing.
+    """Write the responses of `files` to one file, in the order of the prompt ids `order`.
 
-    Holds the lines as bytes, about six for a token.
+    Prompts without a response are left out.
+    All lines are in memory as bytes, about six bytes per token.
     """
     place = {identity: number for number, identity in enumerate(order)}
     lines: list[tuple | None] = [None] * len(place)
@@ -180,7 +183,7 @@ def merge(files: Iterable[Path], order: Iterable[str], path: Path) -> Merged:
 
 
 class AnswerLog:
-    """Responses appended as they come. What a kill has torn is forgotten, and asked for again."""
+    """A file to which responses are appended. A line cut off by a kill is dropped, and its prompt is answered again."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Costs: seconds of a draft, of a verification by length and of the rest, and the speed they predict for simulated rounds."""
+"""Costs: measured seconds of each part of a round, and the speed they predict for simulated rounds."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from dloop_train.types import Round
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds at batch 1."""
+    """Seconds of each part of a round at batch 1."""
 
     draft_first: float
     draft_more: float
     gate: float
-    """One stage's score and the decision on it; a gate pays it after every stage, the first included."""
+    """Scoring one stage and deciding on it. Charged for every stage, the first included."""
     verify: dict[int, float]
-    """By the number of tokens verified, the anchor included."""
+    """Verification, by its number of tokens, the anchor included."""
     overhead: float
-    """Everything else of a round."""
+    """The rest of a round."""
     plain: float
     """One token of plain decoding."""
 
@@ -34,7 +34,7 @@ class Costs:
         return verification_seconds(self.verify, tokens)
 
     def parts(self, round: Round, *, gated: bool) -> dict[str, float]:
-        """Seconds of a round by part, as decoding reports them, with or without a gate that looks at scores."""
+        """Seconds of a round by part, named as in decoding. `gated`: whether the gate reads scores and costs time."""
         return {
             "draft_first": self.draft_first,
             "draft_more": (round.stages - 1) * self.draft_more,
@@ -56,17 +56,21 @@ class Costs:
 
     @staticmethod
     def of(row: dict) -> "Costs":
-        """Back from a row, also one that was JSON."""
+        """The inverse of `row`, also for a row read from JSON."""
         names = {field.name for field in fields(Costs)}
         check(
             row.keys() == names,
-            f"a cost table has {sorted(names)}, this one {sorted(row)}: another version measured it; delete its costs.json and run again",
+            f"a cost table has {sorted(names)}, this one {sorted(row)}: another version measured it; "
+            f"delete its costs.json and run again",
         )
         return Costs(**(row | {"verify": {int(tokens): seconds for tokens, seconds in row["verify"].items()}}))
 
 
 def verification_seconds(measured: dict[int, float], tokens: int) -> float:
-    """Seconds of verifying so many tokens: interpolated between the measured lengths, extended by the outermost slopes."""
+    """Seconds to verify `tokens` tokens.
+
+    Interpolated linearly between measured lengths. Outside them, extrapolated with the slope of the nearest two.
+    """
     known = sorted(measured)
     if len(known) == 1:
         return measured[known[0]]
@@ -76,24 +80,28 @@ def verification_seconds(measured: dict[int, float], tokens: int) -> float:
 
 
 MEASURED_DEPTH = 3
-"""Stages up to which costs are measured; what is deeper is extended from them."""
+"""Largest number of stages of a measured round. Costs of deeper rounds are extrapolated."""
 TURNS, ROUNDS = 6, 5
-"""Of a measurement: how often every depth has its turn, and how many rounds it has then. The first round of each is not counted."""
+"""Counted turns of every depth in a measurement, and counted rounds per turn.
+
+One more turn, and one more round per turn, run first and are not counted.
+"""
 
 
 def measure_costs(target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, stages: int) -> Costs:
-    """Median seconds of each part of one drafter's rounds, up to so many stages."""
+    """Cost table of one drafter, from rounds of 1 to `stages` stages."""
     return measure_all(target, [(drafter, stages)], prompts)[0]
 
 
 def measure_all(
     target: Target, drafters: Sequence[tuple[Drafter, int]], prompts: Sequence[Sequence[int]]
 ) -> list[Costs]:
-    """Cost tables of several drafters, each with the stages it is measured up to, on real rounds that compare with one another.
+    """Cost tables of several drafters, each measured on real rounds of 1 to its given number of stages.
 
-    All depths of all drafters and plain decoding take turns, prompt by prompt; the first turn finds everything cold and is not counted. A
-    machine that slows down for a while slows plain decoding too: each turn's seconds are scaled by what plain decoding took in it.
-    What a verification takes goes by its tokens alone, so that all tables share it, and more tokens take no less time (`increasing`).
+    All depths of all drafters and plain decoding take turns, prompt by prompt, so that the tables are comparable.
+    The first turn warms up and is not counted. A machine that slows down for a while slows plain decoding too, so each
+    turn's seconds are scaled by plain decoding's seconds in that turn. The time of a verification depends only on its
+    number of tokens. All tables therefore share it, and it never decreases with the number of tokens (`increasing`).
     """
     ways = [
         (number, drafter, Never() if depth == 1 else DLoop(threshold=-1e9, max_stages=depth))
@@ -111,9 +119,8 @@ def measure_all(
                 else (max(one.k for one, _ in drafters), max(most for _, most in drafters))
             )
             emissions = decode(target, drafter, gate, prompt, max_new_tokens=1 + stages * k * (ROUNDS + 1))
-            taken[number] += [emission.round for emission in islice(emissions, 1, ROUNDS + 2)][
-                1:
-            ]  # behind the prefill's token and the first round
+            # Skips the prefill's emission, which has no round, and the first round.
+            taken[number] += [emission.round for emission in islice(emissions, 1, ROUNDS + 2)][1:]
         turns += [taken] if turn else []
     usual = part_of([one for taken in turns for one in taken[PLAIN]], "verify")
     for taken in turns:
@@ -130,7 +137,7 @@ def measure_all(
 
 
 PLAIN = -1
-"""Stands for plain decoding among the numbers of drafters."""
+"""Key of plain decoding, where drafters have their index as the key."""
 
 
 def part_of(rounds: Sequence[Round], name: str) -> float:
@@ -138,7 +145,7 @@ def part_of(rounds: Sequence[Round], name: str) -> float:
 
 
 def verifications(rounds: Sequence[Round]) -> dict[int, float]:
-    """Seconds by the number of tokens verified: medians, pooled until they increase."""
+    """Median verification seconds by the number of tokens, made non-decreasing."""
     counts = Counter(one.drafted + 1 for one in rounds)
     return increasing(
         {
@@ -149,9 +156,10 @@ def verifications(rounds: Sequence[Round]) -> dict[int, float]:
 
 
 def increasing(measured: dict[int, tuple[float, int]]) -> dict[int, float]:
-    """Least-squares fit that never falls, of values with counts at ascending places (isotonic regression by pooling adjacent violators).
+    """Isotonic regression: the non-decreasing least-squares fit, by pooling adjacent violators.
 
-    A verification could be padded to a longer one, so that where a shorter one came out slower, the machine's noise is what was measured.
+    `measured` maps ascending places to (value, count), and counts are the weights. A verification could be padded to
+    a longer one, so a shorter one that measured slower is noise of the machine.
     """
     pools: list[tuple[float, int, list[int]]] = []
     for place, (value, count) in measured.items():
@@ -163,13 +171,18 @@ def increasing(measured: dict[int, tuple[float, int]]) -> dict[int, float]:
 
 
 def costs_of(rounds: Sequence[Round], k: int, stages: int, verify: dict[int, float], plain: float) -> Costs:
-    """One drafter's table from its own rounds, and what all drafters share."""
+    """Cost table of one drafter from its own rounds and the `verify` and `plain` times that all drafters share.
+
+    Raises ValueError if there is no round of some depth up to `stages`.
+    """
     deep = [one.seconds["draft_more"] / (one.stages - 1) for one in rounds if one.stages > 1]
     gates = [one.seconds["gate"] / one.stages for one in rounds if one.stages > 1]
     if not all(any(one.stages == depth for one in rounds) for depth in range(1, stages + 1)):
         raise ValueError(
-            "costs could not be measured: the answers are too short for a round of every depth; take prompts with longer answers, or more of them "
-            "(train.validate_prompts, evaluate.prompts). A training alone does without: train.validate_prompts=0 gate.threshold=-0.5"
+            "costs could not be measured: the answers are too short for a round of every depth; "
+            "take prompts with longer answers, or more of them "
+            "(train.validate_prompts, evaluate.prompts). "
+            "A training alone does without: train.validate_prompts=0 gate.threshold=-0.5"
         )
     return Costs(
         draft_first=part_of(rounds, "draft_first"),
@@ -182,7 +195,7 @@ def costs_of(rounds: Sequence[Round], k: int, stages: int, verify: dict[int, flo
 
 
 def warm_up(target: Target, drafter: Drafter | None, prompt: Sequence[int], rule: AcceptanceRule = GREEDY) -> float:
-    """A few rounds that nobody counts; returns their seconds."""
+    """Run a few uncounted rounds, and return their total seconds."""
     clock = Clock(target.device)
     gate = Never() if drafter is None else DLoop(threshold=-1e9, max_stages=2)
     for _ in decode(

@@ -1,4 +1,4 @@
-"""Gates: stopping rules that decide, after every stage, whether to draft on."""
+"""Gates: stopping rules that decide after every stage whether to draft another one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,48 +12,54 @@ REPLAY = "replay"
 
 
 def log_probability(logits: Tensor, chosen: Tensor, temperature: float = 1.0) -> Tensor:
-    """fp32 log-probability of each row's chosen id: the paper's l_i, untempered unless asked. [..., V] and [...] -> [...]"""
+    """fp32 log-probability of each row's chosen id, the paper's l_i. [..., V] and [...] -> [...]"""
     precise = logits.float() if temperature == 1.0 else logits.float() / temperature
     return precise.gather(-1, chosen[..., None])[..., 0] - torch.logsumexp(precise, dim=-1)
 
 
 @dataclass(kw_only=True)
 class Gate:
-    """A stopping rule. It sees only what is already drafted, which keeps decoding lossless."""
+    """A stopping rule. It depends only on what is already drafted, which keeps decoding lossless."""
 
     max_stages: int = 16
     """Safety cap on the stages of a round."""
     temperature: float = 1.0
-    """An ablation: log-probabilities of the drafter's logits divided by this. The decoding temperature does not enter."""
+    """Divides the drafter's logits for the score; an ablation. Independent of the decoding temperature."""
 
     needs_scores = True
     threshold = None
-    """Of gates that compare a score with one."""
+    """Lowest score that continues a round; None for gates that do not compare scores."""
     paper_threshold = None
     by_replay = False
-    """Whether the threshold is still to be chosen."""
+    """Whether the threshold is chosen by replay and not known yet."""
 
     def __post_init__(self):
         check(self.max_stages >= 1, f"gate.max_stages must be positive, got {self.max_stages}")
         check(self.temperature > 0, f"gate.temperature must be positive, got {self.temperature}")
 
     def floor(self, thresholds: Sequence[float]) -> float:
-        """A score below which this gate drafts no more, whichever of the thresholds it has."""
+        """The score below which neither this gate nor one with any of `thresholds` drafts another stage."""
         return float("-inf")
 
     def more(self, scores: Sequence[float]) -> bool:
-        """Draft another stage? `scores` holds the summed log-probability of each stage's tokens so far, newest last."""
+        """Whether to draft another stage.
+
+        `scores` holds the summed log-probability of each stage's tokens so far, newest last.
+        """
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class DLoop(Gate):
-    """Draft on while the newest block is likely: its summed log-probability is at least the threshold (the paper's g)."""
+    """Drafts another stage if the newest block's summed log-probability is at least the threshold, the paper's g."""
 
     threshold: float | str = REPLAY
-    """g, or `replay`: the one of evaluate.thresholds and `paper_threshold` that replay on validation responses predicts to be fastest."""
+    """g, or `replay`: the threshold that replay on validation responses predicts to be fastest.
+
+    The candidates are evaluate.thresholds and `paper_threshold`.
+    """
     paper_threshold: float | None = None
-    """The g that the paper names for this pair, which stands beside a chosen one."""
+    """The paper's g for this pair: a candidate of `replay`, and used where replay chooses none."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,8 +81,8 @@ class DLoop(Gate):
     def by_replay(self) -> bool:
         return self.threshold == REPLAY
 
-    def gather_at(self, threshold: float) -> "DLoop":
-        """The same gate with this threshold."""
+    def with_threshold(self, threshold: float) -> "DLoop":
+        """A copy of this gate with the given threshold."""
         return replace(self, threshold=threshold)
 
     def floor(self, thresholds: Sequence[float]) -> float:
@@ -88,7 +94,7 @@ class DLoop(Gate):
 
 @dataclass(kw_only=True)
 class Never(Gate):
-    """One stage a round: ordinary speculative decoding."""
+    """One stage per round: ordinary speculative decoding."""
 
     needs_scores = False
 
@@ -101,7 +107,7 @@ class Never(Gate):
 
 @dataclass(kw_only=True)
 class Always(Gate):
-    """A fixed depth: always max_stages stages."""
+    """A fixed depth: max_stages stages in every round."""
 
     max_stages: int = 2
     needs_scores = False

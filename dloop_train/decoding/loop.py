@@ -1,4 +1,4 @@
-"""The gated drafting loop: draft stages while the gate says so, verify all at once, commit. Batch 1, lossless."""
+"""The gated drafting loop at batch 1: draft stages until the gate stops, verify them at once, commit."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from dloop_train.types import Context, DraftState, FeatureSpec, Round
 
 @dataclass(frozen=True)
 class Emission:
-    """Tokens that became certain together. The first comes from the prefill and has no round."""
+    """Tokens that are emitted together. The first emission comes from the prefill and has no round."""
 
     tokens: list[int]
     round: Round | None
@@ -30,29 +30,28 @@ class Emission:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one stage verified."""
+    """Result of drafting one stage."""
 
     tokens: list[int]
     ids: Tensor  # [k] the same tokens in the draft vocabulary
     logits: Tensor  # [k, V] over the draft vocabulary
-    proposed: list[
-        Tensor
-    ]  # the distributions that the ids were drawn from, [rows, V] each; empty where nothing was drawn
+    # The distributions that the ids were sampled from, [rows, V] each; empty if nothing was sampled.
+    proposed: list[Tensor]
     state: DraftState
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What all stages of a round verified."""
+    """Result of drafting all stages of a round."""
 
     tokens: list[int]
     proposed: Tensor | None  # [n, V] over the draft vocabulary
-    scores: list[float]  # one a stage
+    scores: list[float]  # one per stage
     state: DraftState | None
 
 
 class Clock:
-    """Seconds by part; waits for the accelerator so that a part owns its work."""
+    """Seconds by part of a round. Synchronises the accelerator, so that each part is charged its own work."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, {}
@@ -64,6 +63,7 @@ class Clock:
         return time.perf_counter()
 
     def charge(self, part: str) -> None:
+        """Add the seconds since the last charge to this part."""
         now = self.now()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
         self.last = now
@@ -82,8 +82,8 @@ def decode(
 ) -> Iterator[Emission]:
     """Emit the target's own continuation of `prompt`, round by round, until a stop token or the length limit.
 
-    Greedy, or drawn from the target's distribution at the rule's temperature. Without a drafter each round is one plain step of the
-    target, through the same code path.
+    The continuation is greedy, or sampled from the target's distribution at the rule's temperature. Without a drafter
+    each round is one plain step of the target, through the same code path.
     """
     check(len(prompt) > 0, "the prompt is empty; it needs at least one token")
     check(max_new_tokens >= 1, f"max_new_tokens must be positive, got {max_new_tokens}")
@@ -146,7 +146,7 @@ def draft_round(
     stops: set[int],
     clock: Clock,
 ) -> Draft:
-    """Stages until the gate, a drafted stop token or the length limit ends the round."""
+    """Draft stages until the gate, a drafted stop token or the length limit ends the round."""
     drafted: list[int] = []
     proposed: list[Tensor] = []
     scores: list[float] = []
@@ -167,7 +167,7 @@ def draft_round(
 
 
 def draft_stage(drafter: Drafter, rule: AcceptanceRule, rng: SampleRng, state: DraftState, anchor: int) -> Drafted:
-    """One stage of the rule's choices after `anchor`."""
+    """Draft one stage after `anchor`; the rule chooses its tokens."""
     ids: list[Tensor] = []
     seen: list[Tensor] = []
     proposed: list[Tensor] = []
@@ -175,7 +175,7 @@ def draft_stage(drafter: Drafter, rule: AcceptanceRule, rng: SampleRng, state: D
     def pick(logits: Tensor) -> Tensor:
         chosen, probabilities = rule.propose(logits, rng)
         ids.append(chosen.flatten())
-        seen.append(logits.flatten(0, -2))  # rows of one slot, or of all
+        seen.append(logits.flatten(0, -2))  # [1, V] of one slot, or [k, V] of all
         if probabilities is not None:
             proposed.append(probabilities.flatten(0, -2))
         return drafter.token_ids(chosen)
@@ -187,13 +187,13 @@ def draft_stage(drafter: Drafter, rule: AcceptanceRule, rng: SampleRng, state: D
 
 
 def over_target(proposed: Tensor, drafter: Drafter, vocab_size: int) -> Tensor:
-    """Distributions over the draft vocabulary as ones over the target's, zero elsewhere. [n, V'] -> [n, V]"""
+    """Extend distributions over the draft vocabulary with zeros to the target's vocabulary. [n, V'] -> [n, V]"""
     ids = drafter.token_ids(torch.arange(proposed.shape[-1], device=proposed.device))
     return proposed.new_zeros(len(proposed), vocab_size).index_copy(1, ids, proposed)
 
 
 def clip(tokens: list[int], stops: set[int], left: int) -> list[int]:
-    """Tokens up to the first stop token and the length limit."""
+    """The tokens up to the first stop token, which is included, and at most `left` of them."""
     for number, token in enumerate(tokens[:left]):
         if token in stops:
             return tokens[: number + 1]

@@ -1,4 +1,4 @@
-"""Partings: where two greedy texts of one prompt differ, and how near a tie the target's logits are there."""
+"""Partings: how close the target's logits are at the first token where two greedy texts differ."""
 
 import torch
 
@@ -6,9 +6,10 @@ from dloop_train.targets.target import Target
 
 
 def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[int]) -> float | None:
-    """How far apart the target's logits of the two tokens are where a text parts from plain decoding's; None for equal texts.
+    """Difference of the target's logits of the two tokens where a text first differs from plain decoding's.
 
-    In roundings of the dtype at that size: a few are a tie, which one more row in a product may turn over; many would be a fault.
+    None for equal texts. The unit is one rounding of the dtype at the size of the logits. A few units are a near tie,
+    which a matrix product over another number of rows can reverse; many would be a bug.
     """
     where = next((at for at, (one, other) in enumerate(zip(plain, text, strict=False)) if one != other), None)
     if where is None:

@@ -1,4 +1,4 @@
-"""Replay: draft from every position of the target's own greedy text in one batched pass, then simulate any gate exactly."""
+"""Replay: draft from every position of the target's own greedy text, then simulate any gate exactly."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,24 +14,29 @@ from dloop_train.targets.target import Target
 from dloop_train.types import Context, DraftState, Round
 
 UNDRAFTED = -2
-"""Stands for a token where a branch was not followed any further; the text is padded with -1."""
+"""Token id of stages that were not drafted. The text is padded with -1, so that the two are never equal."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a drafter would draft from each position of one response."""
+    """A drafter's drafts from each position of one response, compared with the known text."""
 
     k: int
     stages: int
-    """Stages drafted from every position; later ones only where a gate may still draft on, or everything so far is accepted."""
+    """Stages drafted from every position.
+
+    Later stages are drafted only where a gate may still continue or everything so far is accepted.
+    """
     length: int
-    """Tokens of the response; position t is the anchor response[t]."""
+    """Number of tokens of the response. Position t has the anchor response[t]."""
     known: int
-    """Tokens of the response and of the target's own continuation behind it, with which drafts were compared."""
+    """Number of tokens that drafts were compared with: the response and the target's own continuation of it."""
     max_new_tokens: int
-    scores: Tensor  # [M, S] gate score of each stage; minus infinity for those not drafted
-    accepted: Tensor  # [M] drafted tokens that agree with the known text, from the first on; also past the response's end, as a live verification counts
-    stopped: Tensor  # [M] the stage (from 1) that first drafted a stop token; S + 1 for none
+    scores: Tensor  # [M, S] gate score of each stage; minus infinity if it was not drafted
+    # [M] number of drafted tokens, from the first one on, that agree with the known text. They may reach past the
+    # response's end, as in a live verification.
+    accepted: Tensor
+    stopped: Tensor  # [M] the first stage (from 1) that drafted a stop token; S + 1 if none did
 
 
 @torch.inference_mode()
@@ -50,12 +55,16 @@ def replay(
     beyond: Sequence[int] | None = None,
     ahead: int = 0,
 ) -> Replay:
-    """Draft so many stages from every position of a greedy response, and up to the deepest where every stage has scored the floor
-    or everything so far is accepted: gates of a threshold at or above the floor, and oracles, stop elsewhere.
+    """Draft `stages` stages from every position of a greedy response, and up to `deepest` where gates may need them.
 
-    Only the target's features are teacher-forced. Scores are those of a gate of this temperature. `beyond` are at least `ahead` tokens
-    (k, unless the record will be regrouped to more) of the target's own behind the response, decoded here if they are not given: a round's
-    first stage may reach so far beyond the end, and the target verifies it whole.
+    After `stages` stages a position continues only if every stage so far has scored at least `floor`, or if all drafted
+    tokens so far are correct. Gates with a threshold of at least `floor`, and oracles, stop everywhere else.
+
+    Only the target's features are teacher-forced; later anchors are the drafter's own tokens. `temperature` is the
+    gate's. `branches` positions are drafted at a time. `beyond` holds the target's own tokens after the response, at
+    least `ahead` of them and at least k; they are decoded here if not given. They are needed because the first stage of
+    a round may reach k tokens past the end, and the target verifies all of it. A record that will be regrouped to a
+    larger k needs that k as `ahead`.
     """
     device, deepest, ahead = target.device, deepest or stages, max(ahead, drafter.k)
     beyond = continuation(target, prompt, response, ahead) if beyond is None else beyond
@@ -63,6 +72,7 @@ def replay(
     known = [*response, *beyond[:ahead]]
     text = torch.tensor([[*prompt, *response]], device=device)
     features = target.read(text, feature_spec=drafter.shape.feature_spec).features
+    # A context has one more token than features. No origin is late enough to read the last token, so any id will do.
     context = Context(torch.cat([text, text[:, -1:]], dim=1), features)
     kv, projected = drafter.context_kv(context)
     truth = following(known, len(response), deepest * drafter.k).to(device)
@@ -95,7 +105,7 @@ def replay(
 
 @torch.inference_mode()
 def continuation(target: Target, prompt: Sequence[int], response: Sequence[int], count: int) -> list[int]:
-    """So many tokens of the target's own greedy text behind a response, stop tokens or not."""
+    """The next `count` tokens of the target's greedy text after a response. Stop tokens do not end it."""
     tokens, cache, fed = [], target.new_cache(), [*prompt, *response]
     for _ in range(count):
         tokens.append(
@@ -112,14 +122,17 @@ def continuation(target: Target, prompt: Sequence[int], response: Sequence[int],
 
 
 def following(known: Sequence[int], positions: int, width: int) -> Tensor:
-    """The known tokens after each of so many positions, padded with -1. [M, width]"""
+    """The `width` known tokens after each of the first M = `positions` positions, padded with -1. [M, width]"""
     return torch.tensor([*known, *[-1] * width]).unfold(0, width, 1)[1 : positions + 1]
 
 
 def draft_all(
     drafter: Drafter, state: DraftState, anchors: Tensor, truth: Tensor, stages: int, floor: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [M, S k] and stage scores [M, S] of all branches, each following its own drafts; truth [M, S k] is the text behind them."""
+    """Tokens [M, S k] and stage scores [M, S] of all branches, each of which continues its own drafts.
+
+    truth [M, S k] is the text after each branch's first anchor.
+    """
     k, count, device = drafter.k, anchors.shape[1], anchors.device
     deepest = truth.shape[1] // k
     tokens, scores = (
@@ -139,7 +152,7 @@ def draft_all(
 
         def likeliest(logits: Tensor, logprobs=logprobs) -> Tensor:
             ids = most_likely(logits)
-            logprobs.append(log_probability(logits, ids, temperature))  # [B, N] of one slot, or [B, N, k]
+            logprobs.append(log_probability(logits, ids, temperature))  # [B, N] of one slot, or [B, N, k] of all
             return drafter.token_ids(ids)
 
         stage = drafter.stage(state, anchors, lambda step, hidden, pick=likeliest: pick(drafter.logits(hidden)))
@@ -170,19 +183,22 @@ def compare(
 
 
 def regroup(record: Replay, k: int) -> Replay:
-    """The replay with k tokens a stage, from one with a single token a stage of a drafter whose chain goes on over the end of a stage as within it.
+    """Regroup a replay with one token per stage into one with k tokens per stage.
 
-    Such a drafter (OwnKeysChain) drafts the same tokens whatever its k; a stage's score is the sum of its tokens'. The record must know
-    k tokens behind the response (replay's `ahead`), and every stage of it must be drafted from every position.
+    Valid for drafters that draft the same tokens whatever their k (OwnKeysChain). A stage's score is the sum of its
+    tokens' scores. Raises ValueError unless the record has one token per stage, every stage drafted from every
+    position, and k known tokens after the response (replay's `ahead`).
     """
     check(record.k == 1, f"only replays of one token a stage can be regrouped, this one has {record.k}")
     check(
         record.stages == record.scores.shape[1],
-        f"the replay has {record.stages} stages from every position, and {record.scores.shape[1]} from some: replay with as many as deepest",
+        f"the replay has {record.stages} stages from every position, and {record.scores.shape[1]} from some: "
+        f"replay with as many as deepest",
     )
     check(
         record.known >= record.length + k,
-        f"the replay knows {record.known - record.length} tokens behind the response, stages of {k} need as many: replay with ahead={k}",
+        f"the replay knows {record.known - record.length} tokens behind the response, "
+        f"stages of {k} need as many: replay with ahead={k}",
     )
     known, positions = record.length + k, torch.arange(record.length)
     stages = record.scores.shape[1] // k
@@ -205,7 +221,7 @@ def regroup(record: Replay, k: int) -> Replay:
 def walk(record: Replay, more: Callable[[int, Sequence[float], int], bool], *, max_stages: int) -> list[Round]:
     """The rounds that live decoding would run: t <- t + min(A, S k) + 1, from the anchor that the prefill emits.
 
-    more(t, scores so far, accepted length at t) is asked after each stage.
+    more(t, scores so far, accepted length at t) is called after each stage and returns whether to draft another one.
     """
     rounds, t, scores, accepted = [], 0, record.scores.tolist(), record.accepted.tolist()
     drafted = stages_drafted(record)
@@ -220,37 +236,38 @@ def walk(record: Replay, more: Callable[[int, Sequence[float], int], bool], *, m
 
 
 def stages_drafted(record: Replay) -> list[int]:
-    """Stages that replay has drafted from each position."""
+    """Number of stages that replay drafted from each position."""
     return (record.scores > float("-inf")).sum(-1).tolist()
 
 
 def most_stages(record: Replay, t: int, max_stages: int) -> int:
-    """Stages that a round from t may have, whatever its gate: a drafted stop token and the length limit end it."""
+    """Largest number of stages of a round from t with any gate: drafted stop tokens and the length limit end it."""
     left = record.max_new_tokens - 1 - t
     return max(1, min(max_stages, int(record.stopped[t]), left // record.k))
 
 
 def round_at(record: Replay, t: int, stages: int) -> Round:
-    """A round of so many stages from t, as decoding would report it."""
+    """The round of `stages` stages from t, as decoding would report it."""
     accepted = min(int(record.accepted[t]), stages * record.k)
     emitted = min(accepted + 1, record.length - 1 - t)
     return Round(stages, stages * record.k, accepted, emitted, tuple(record.scores[t, :stages].tolist()))
 
 
 def walk_gate(record: Replay, gate: Gate) -> list[Round]:
-    """Rounds under a gate, whose cap or threshold must keep it within what was drafted."""
+    """Rounds under a gate. Its cap or threshold must keep it within the stages that were drafted."""
     return walk(record, lambda t, scores, accepted: gate.more(scores), max_stages=gate.max_stages)
 
 
 def walk_oracle(record: Replay, seconds: Callable[[Round], float], max_stages: int) -> list[Round]:
-    """Rounds of a gate that knows the acceptance and what a round costs, and drafts as deep as takes the least time for the whole text.
+    """Rounds of the oracle, which uses accepted lengths and costs to minimise the time of the whole text.
 
-    No gate with this cap is faster under these costs: best(t) = min over S of seconds(S) + best(t + emitted), from the text's end backwards.
+    No gate with this cap is faster under these costs. Computed by dynamic programming from the end of the text:
+    best(t) = min over S of seconds(S) + best(t + emitted).
     """
     drafted, end = stages_drafted(record), record.length - 1
     best, choice = [0.0] * (end + 1), [1] * (end + 1)
     for t in range(end - 1, -1, -1):
-        useful = -(-(int(record.accepted[t]) + 1) // record.k)  # a deeper stage adds time alone
+        useful = -(-(int(record.accepted[t]) + 1) // record.k)  # deeper stages only add time
         rounds = [
             round_at(record, t, stages)
             for stages in range(1, min(most_stages(record, t, max_stages), drafted[t], useful) + 1)

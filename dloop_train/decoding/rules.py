@@ -1,4 +1,7 @@
-"""Rules: how tokens are drawn from a drafter and from the target, and which drafted ones the target accepts. Lossless at every temperature."""
+"""Acceptance rules: how draft tokens are chosen, and which of them the target accepts.
+
+The emitted text has the target's own distribution at every temperature.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,14 +16,14 @@ from dloop_train.targets.head import most_likely
 
 
 class SampleRng:
-    """Random decisions of one response: the same for the same seed and identity, whatever else runs, on every device."""
+    """Random numbers of one response. They depend only on seed and identity, not on other responses or the device."""
 
     def __init__(self, seed: int = 0, identity: str = ""):
         key = hashlib.sha256(f"{seed}/{identity}".encode()).digest()[:8]
         self.generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
 
     def draw(self, probabilities: Tensor) -> Tensor:
-        """An index from each row, by inverse transform. [..., V] -> [...]"""
+        """Sample an index from each row, by inverse transform. [..., V] -> [...]"""
         cumulative = probabilities.double().cumsum(-1)
         uniform = torch.rand(probabilities.shape[:-1], generator=self.generator, dtype=torch.float64).to(
             cumulative.device
@@ -35,14 +38,17 @@ class SampleRng:
 
 @dataclass(kw_only=True)
 class AcceptanceRule:
-    """How the target judges a draft. At temperature 0 every rule is greedy: the target's own most likely token, or none."""
+    """Chooses the tokens of a draft and decides which of them are accepted.
+
+    At temperature 0 every rule is greedy: a drafted token is accepted if it is the target's most likely one.
+    """
 
     temperature: float = 0.0
-    """Of the target's logits; 0 is greedy."""
+    """Temperature of the target's logits; 0 is greedy."""
     draft_temperature: float | None = None
-    """Of the drafter's logits; null is the target's, 0 drafts the most likely tokens."""
+    """Temperature of the drafter's logits. null takes the target's temperature; 0 drafts the most likely tokens."""
     seed: int = 0
-    """Responses are drawn anew with another seed."""
+    """Seed of the samples."""
 
     def __post_init__(self):
         check(self.temperature >= 0, f"rule.temperature must not be negative, got {self.temperature}")
@@ -52,16 +58,17 @@ class AcceptanceRule:
         )
         check(
             self.temperature > 0 or not self.draft_temperature,
-            f"rule.draft_temperature is {self.draft_temperature} where rule.temperature is 0: decoding is greedy then; raise rule.temperature or leave the other null",
+            f"rule.draft_temperature is {self.draft_temperature} where rule.temperature is 0: decoding is greedy then; "
+            f"raise rule.temperature or leave the other null",
         )
 
     @property
     def drafts_at(self) -> float:
-        """The temperature that drafts are drawn at."""
+        """The temperature at which drafts are sampled."""
         return self.temperature if self.draft_temperature is None else self.draft_temperature
 
     def row(self) -> dict:
-        """As evaluations and reports name it."""
+        """The rule's entries in evaluations and reports."""
         return {
             "rule": type(self).__name__.lower(),
             "temperature": self.temperature,
@@ -69,17 +76,21 @@ class AcceptanceRule:
         }
 
     def propose(self, logits: Tensor, rng: SampleRng) -> tuple[Tensor, Tensor | None]:
-        """Drafted ids of the draft vocabulary [...] and the distributions that they were drawn from [..., V]; None where nothing was drawn."""
+        """Draft ids [...] chosen from logits [..., V], and the distributions [..., V] that they were sampled from.
+
+        The ids are of the draft vocabulary. The distributions are None if the ids are the most likely ones.
+        """
         if self.drafts_at == 0:
             return most_likely(logits), None
         probabilities = distribution(logits, self.drafts_at)
         return rng.draw(probabilities), probabilities
 
     def verify(self, drafted: Sequence[int], proposed: Tensor | None, logits: Tensor, rng: SampleRng) -> list[int]:
-        """The drafted tokens that the target accepts, then one of its own.
+        """The drafted tokens that the target accepts, followed by one token of the target's own.
 
-        logits [n + 1, V] are the target's, row i those of the token after the first i drafted ones. proposed [n, V] are the distributions
-        that the n drafted tokens were drawn from, over the target's vocabulary; None for drafts that nothing was drawn for.
+        logits [n + 1, V] are the target's; row i is for the token after the first i drafted ones. proposed [n, V] are
+        the distributions over the target's vocabulary that the n drafted tokens were sampled from. It is None if they
+        are the most likely tokens.
         """
         if self.temperature == 0:
             return confirmed(drafted, most_likely(logits).tolist())
@@ -88,18 +99,21 @@ class AcceptanceRule:
     def verify_sampled(
         self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, rng: SampleRng
     ) -> list[int]:
-        """`judge` above temperature 0; target [n + 1, V] are the target's distributions."""
+        """`verify` above temperature 0; target [n + 1, V] are the target's distributions."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class Rejection(AcceptanceRule):
-    """Accept a drafted token x with probability min(1, p(x) / q(x)); instead of the first rejected one, draw from what p has over q."""
+    """Speculative sampling: accept a drafted token x with probability min(1, p(x) / q(x)).
+
+    The first rejected token is replaced by a sample from max(p - q, 0), normalised.
+    """
 
     def verify_sampled(
         self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, rng: SampleRng
     ) -> list[int]:
-        if proposed is None:
+        if proposed is None:  # most likely tokens, not samples: q is 1 at the drafted token
             proposed = F.one_hot(torch.tensor(drafted, dtype=torch.int64, device=target.device), target.shape[-1]).to(
                 target.dtype
             )
@@ -113,7 +127,7 @@ class Rejection(AcceptanceRule):
 
 @dataclass(kw_only=True)
 class Match(AcceptanceRule):
-    """Draw the target's own token at every position, and accept the drafted one while the two are equal."""
+    """Sample the target's own token at every position, and accept drafted tokens as long as the two are equal."""
 
     def verify_sampled(
         self, drafted: Sequence[int], proposed: Tensor | None, target: Tensor, rng: SampleRng
@@ -130,7 +144,7 @@ GREEDY = Rejection()
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """The one softmax that tokens are drawn from and judged by, in fp32 or better. [..., V] -> [..., V]"""
+    """Softmax in fp32 or better, used both for sampling and for acceptance. [..., V] -> [..., V]"""
     return torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
 
 
@@ -141,14 +155,17 @@ def acceptance(target: Tensor, proposed: Tensor, drafted: Sequence[int]) -> list
 
 
 def residual(target: Tensor, proposed: Tensor) -> Tensor:
-    """max(p - q, 0), normalised: where a rejected token is drawn again. [V] twice -> [V]"""
+    """max(p - q, 0), normalised: the distribution of a rejected token's replacement. [V] twice -> [V]"""
     rest = (target - proposed).clamp(min=0)
-    rest = torch.where(rest.sum() > 0, rest, target)  # p = q, and a rejection out of rounding
+    rest = torch.where(rest.sum() > 0, rest, target)  # p = q, and the rejection came from rounding
     return rest / rest.sum()
 
 
 def confirmed(drafted: Sequence[int], predicted: Sequence[int]) -> list[int]:
-    """The drafted prefix that the target would have chosen itself, then its next token; predicted[i] follows the i-th drafted token."""
+    """The drafted prefix that equals the target's own choices, then the target's next token.
+
+    predicted[i] is the target's choice after the first i drafted tokens.
+    """
     accepted = 0
     while accepted < len(drafted) and drafted[accepted] == predicted[accepted]:
         accepted += 1

@@ -1,7 +1,8 @@
-"""Statistics of decoding: tau, speedup, their intervals, full acceptance, what each depth costs, and how honest the gate's score is.
+"""Statistics of decoding: tau, speedup, bootstrap intervals, acceptance by stage, gate calibration.
 
-Everything is computed from response rows, one a line of rounds/<slug>.jsonl: {"id", "category", "tokens", "seconds", "rounds": [...]}.
-A prompt is an id; the bootstrap draws prompts, so that all settings share each draw.
+Everything is computed from response rows, one per line of rounds/<slug>.jsonl:
+{"id", "category", "tokens", "seconds", "rounds": [...]}.
+The bootstrap draws prompts, identified by "id", and all settings use the same draws.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval."""
+    """A number with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -30,17 +31,17 @@ def tau(rows: list[dict]) -> float:
 
 
 def tau_micro(rows: list[dict]) -> float:
-    """The same, pooled: every round counts once, so long responses count more."""
+    """Micro tau: the mean of accepted + 1 over all rounds, so that long responses count more."""
     return float(np.mean([one["accepted"] + 1 for one in rounds_of(rows)]))
 
 
 def speedup(rows: list[dict], baseline: list[dict]) -> float:
-    """How many times less mean seconds per token than the baseline."""
+    """The baseline's seconds per token divided by those of these rows, each a mean over responses."""
     return float(seconds_per_token(baseline).mean() / seconds_per_token(rows).mean())
 
 
 def speedup_micro(rows: list[dict], baseline: list[dict]) -> float:
-    """The same, pooled: ratio of total seconds over total tokens."""
+    """Micro speedup: as `speedup`, with total seconds divided by total tokens instead of the mean over responses."""
     return pooled_seconds_per_token(baseline) / pooled_seconds_per_token(rows)
 
 
@@ -68,7 +69,10 @@ def tau_estimate(rows: list[dict], *, draws: int, seed: int = 0) -> Estimate:
 
 
 def speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int, seed: int = 0) -> Estimate:
-    """Speedup over the baseline, paired by prompt. With another drafter as the baseline it is the ratio of the two speedups."""
+    """Speedup over the baseline, paired by prompt.
+
+    If the baseline is another drafter, this is the ratio of the two drafters' speedups over plain decoding.
+    """
     require_same_prompts(rows, baseline)
     slow = resampled_means(baseline, seconds_per_token(baseline), draws, seed)
     fast = resampled_means(rows, seconds_per_token(rows), draws, seed)
@@ -76,9 +80,9 @@ def speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int, seed
 
 
 def usual_speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int, seed: int = 0) -> Estimate:
-    """Speedup over the baseline with every round charged its kind's usual time (timing.py), paired by prompt.
+    """Speedup over the baseline with every round charged its usual time (timing.py), paired by prompt.
 
-    What is usual is found again for every draw, so that the interval also covers how well it is known.
+    Usual times are computed again for every draw, so that the interval includes their uncertainty.
     """
     require_same_prompts(rows, baseline)
     fast, slow = Timing.of(rows), Timing.of(baseline)
@@ -93,7 +97,10 @@ def usual_speedup_estimate(rows: list[dict], baseline: list[dict], *, draws: int
 
 
 def drawn_rows(rows: list[dict], draws: int, seed: int) -> NDArray[np.int64]:
-    """How often each row is in each draw of prompts; one seed gives the same prompts to every setting. -> [draws, R]"""
+    """How often each row is in each draw of prompts. -> [draws, R]
+
+    The same seed draws the same prompts for every setting.
+    """
     prompts, owner = np.unique([row["id"] for row in rows], return_inverse=True)
     return np.random.default_rng(seed).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), size=draws)[
         :, owner
@@ -101,7 +108,10 @@ def drawn_rows(rows: list[dict], draws: int, seed: int) -> NDArray[np.int64]:
 
 
 def resampled_means(rows: list[dict], values: Floats, draws: int, seed: int) -> Floats:
-    """Means over the responses of prompts drawn with replacement. One seed gives the same prompts to every setting. -> [draws]"""
+    """Means over the responses of prompts drawn with replacement. -> [draws]
+
+    The same seed draws the same prompts for every setting.
+    """
     times = drawn_rows(rows, draws, seed)
     return (times @ values) / times.sum(1)
 
@@ -124,10 +134,10 @@ def require_same_prompts(rows: list[dict], others: list[dict]) -> None:
 
 
 def full_acceptance(rows: list[dict], k: int) -> list[dict]:
-    """Stage by stage: rounds that drafted it, and how many of those had all tokens up to its end accepted.
+    """For each stage: the rounds that drafted it, and the share of them with all tokens up to its end accepted.
 
-    `full` is among all rounds that drafted the stage. `full_given_previous` is among those whose earlier stages were accepted:
-    only there the target looked at this stage's block.
+    `full` is the share of all rounds that drafted the stage. `full_given_previous` is the share of those whose earlier
+    stages were fully accepted: only in them was this stage's block tested.
     """
     rounds = rounds_of(rows)
     stages, accepted = column(rounds, "stages"), column(rounds, "accepted")
@@ -176,7 +186,7 @@ def column(rounds: list[dict], key: str) -> NDArray[np.int64]:
 
 
 def share(part: NDArray, whole: NDArray) -> float | None:
-    """None where there is nothing to take a share of."""
+    """Share of the true entries of `whole` that are true in `part`; None if there are none."""
     return float(part.sum() / whole.sum()) if whole.any() else None
 
 
@@ -184,11 +194,12 @@ def share(part: NDArray, whole: NDArray) -> float | None:
 
 
 def calibration(rows: list[dict], *, k: int, stage: int, threshold: float, bins: int = 10) -> dict:
-    """The gate's score of one stage against what the target did.
+    """The gate's score of one stage, compared with full acceptance of its block.
 
-    Over the rounds whose earlier stages were accepted, since only these test the block. Bins are of equal width in exp(score), the
-    probability that the drafter gives to its own block. `precision`: full acceptance where the gate drafts on. `auroc`: the chance
-    that a fully accepted block scores above one that is not. Either is None where nothing decides it.
+    Only rounds whose earlier stages were fully accepted count, since only these test the block. Bins have equal width
+    in exp(score), the probability that the drafter gives to its own block. `passed` is the share of rounds whose score
+    reaches the threshold, and `precision` the share of fully accepted blocks among these. `auroc` is the probability
+    that a fully accepted block has a higher score than one that is not. Each is None if there is no data for it.
     """
     tested = [one for one in rounds_of(rows) if len(one["scores"]) >= stage and one["accepted"] >= (stage - 1) * k]
     scores = np.array([one["scores"][stage - 1] for one in tested], dtype=np.float64)
@@ -205,7 +216,7 @@ def calibration(rows: list[dict], *, k: int, stage: int, threshold: float, bins:
 
 
 def score_bins(probability: Floats, full: NDArray[np.bool_], bins: int) -> list[dict]:
-    """Bins that hold a round: edges, mean probability and observed share of full acceptance."""
+    """The bins with at least one round: edges, mean probability and observed share of full acceptance."""
     index = np.minimum((probability * bins).astype(int), bins - 1)
     return [
         {
@@ -220,7 +231,7 @@ def score_bins(probability: Floats, full: NDArray[np.bool_], bins: int) -> list[
 
 
 def auroc(positive: Floats, negative: Floats) -> float | None:
-    """Chance that a positive is above a negative; a tie counts half."""
+    """Probability that a positive is greater than a negative; a tie counts half. None if either is missing."""
     if not len(positive) or not len(negative):
         return None
     ordered = np.sort(negative)
@@ -232,9 +243,9 @@ def auroc(positive: Floats, negative: Floats) -> float | None:
 
 
 def time_shares(rows: list[dict]) -> dict:
-    """Where decoding time goes. The clock of a response starts after its first draft; that draft is added back here.
+    """Shares of decoding time. The clock of a response starts after its first draft, whose time is added here.
 
-    `outside_forwards` is what neither a drafter's nor the target's forward accounts for: gate, commit and everything unrecorded.
+    `outside_forwards` is the share outside drafting and verification: gate, commit and unrecorded time.
     """
     rounds = rounds_of(rows)
     parts = {
@@ -252,14 +263,16 @@ def time_shares(rows: list[dict]) -> dict:
 
 
 def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
-    """The full-acceptance rate at which one more stage pays, for every depth s that some round went beyond.
+    """The full-acceptance rate above which one more stage pays, for every depth s that some round exceeded.
 
-    Stage s + 1 can only help if stages 1..s are fully accepted (chance p); then it adds a tokens in the mean. A token is worth v, the
-    setting's own seconds per token. The stage costs its draft and the longer verification:
+    Stage s + 1 can only help if stages 1..s are fully accepted, with probability p. It then adds `a` tokens on average.
+    A token is worth v, the setting's own seconds per token. The stage costs its draft, its gate and a longer
+    verification:
 
-        c = draft_more + gate + verify((s + 1) k + 1) - verify(s k + 1)          it pays when p a v > c, that is when p > c / (a v)
+        c = draft_more + gate + verify((s + 1) k + 1) - verify(s k + 1)
 
-    `needed` is c / (a v); it may exceed 1: then no gate makes the stage pay. `observed` is p among the rounds that drafted on.
+    The stage pays if p a v > c, that is, if p > c / (a v). `needed` is c / (a v); if it exceeds 1, no gate makes the
+    stage pay. `observed` is p among the rounds that drafted stage s + 1.
     """
     rounds = rounds_of(rows)
     stages, accepted = column(rounds, "stages"), column(rounds, "accepted")
@@ -289,5 +302,5 @@ def break_even(rows: list[dict], costs: dict, k: int) -> list[dict]:
 
 
 def verify_seconds(costs: dict, tokens: int) -> float:
-    """Seconds of verifying so many tokens, from a row of costs.json."""
+    """Seconds to verify `tokens` tokens, from a row of costs.json."""
     return verification_seconds({int(length): seconds for length, seconds in costs["verify"].items()}, tokens)

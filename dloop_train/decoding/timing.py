@@ -1,8 +1,8 @@
-"""Timing: what a round of each kind usually takes, so that work beside an evaluation does not write its numbers.
+"""Timing: usual seconds of the parts of a round, robust against other work on the machine.
 
-A round's seconds come in parts (first draft, further drafts, gate, verification, the rest), and each part repeats hundreds of times in
-a run. A round is charged the median of its parts' kinds: a verification by the number of tokens, a further draft and a gate per
-stage. Rows are those of rounds/<slug>.jsonl (statistics.py).
+A round's seconds come in parts (first draft, further drafts, gate, verification, the rest), and each part repeats
+hundreds of times in a run. A round is charged the median of each of its parts: a verification by its number of tokens,
+further drafts and gates once per stage. Rows are those of rounds/<slug>.jsonl (statistics.py).
 """
 
 from collections import Counter
@@ -14,25 +14,32 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 FREQUENT = 8
-"""Rounds that give a verification of some length a median of its own; rarer lengths lie on the line through the two nearest frequent ones."""
+"""Rounds that a verification length needs for a median of its own.
+
+Rarer lengths are interpolated or extrapolated linearly from the two nearest frequent ones.
+"""
 BUSY = 0.05
-"""Share by which the clock and the usual times may part before the machine counts as busy."""
+"""Relative difference between clock and usual times above which the machine counts as busy."""
 SPREAD = 0.2
-"""Distance of the quartiles of rounds of one kind, as a share of their median, beyond which the machine's pace counts as unsteady."""
+"""Value of Timing.spread above which the machine's speed counts as unsteady."""
 DISTURBED = 1.25
-"""Clock over usual time of a response from which it counts as disturbed."""
+"""Ratio of clock to usual time above which a response counts as disturbed."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One setting's rounds as amounts of each kind of work, and what a unit of each kind usually takes."""
+    """One setting's rounds as amounts of each kind of work, with the measured seconds of a unit of each kind."""
 
     kinds: tuple[tuple[str, int], ...]
-    """(part, tokens): tokens of a verification, 0 for other parts."""
-    work: Floats  # [R, K] units of each kind in a response, on the clock that starts after its first draft
+    """(part, tokens) of each kind; tokens is the length of a verification, and 0 for other parts."""
+    # [R, K] units of each kind in a response. Its first draft is not counted, as the clock starts after it.
+    work: Floats
     samples: tuple[tuple[Floats, Floats], ...]
-    """Of each kind: the median of a unit in each response [R], NaN where there is none, and how many rounds had it [R]."""
-    clock: Floats  # [R] seconds that the clock showed
+    """For each kind: the median seconds of a unit in each response [R], and the number of rounds with a sample [R].
+
+    The median is NaN if the response has no sample.
+    """
+    clock: Floats  # [R] measured seconds
     tokens: Floats  # [R] emitted tokens
 
     @staticmethod
@@ -45,7 +52,9 @@ class Timing:
         for number, row in enumerate(rows):
             for first, one in zip([True, *[False] * len(row["rounds"])], row["rounds"], strict=False):
                 for (part, tokens), amount in units(one, lengths).items():
+                    # The clock of a response starts after its first draft.
                     work[number, place[part, tokens]] += amount * (not (first and part == "draft_first"))
+                    # A verification of a rare length is a mixture of two kinds, and a sample of neither.
                     if part != "verify" or tokens == one["drafted"] + 1:
                         found[place[part, tokens]][number].append(one["seconds"].get(part, 0.0) / amount)
         samples = tuple(
@@ -64,12 +73,15 @@ class Timing:
         )
 
     def costs(self, times: NDArray[np.int64], share: float = 0.5) -> Floats:
-        """Seconds of a unit of each kind: the median (or another quantile) over responses drawn so many times. [draws, R] -> [draws, K]"""
+        """Usual seconds of a unit of each kind, for draws of responses. [draws, R] -> [draws, K]
+
+        times[d, r] is how often draw d has response r. `share` is the quantile, by default the median.
+        """
         found = [weighted_quantiles(values, counts, times, share) for values, counts in self.samples]
         return np.stack(found, axis=1) if self.kinds else np.zeros((len(times), 0))
 
     def usual_costs(self, share: float = 0.5) -> Floats:
-        """With every response drawn once. [K]"""
+        """`costs` with every response drawn once. [K]"""
         return self.costs(np.ones((1, len(self.work)), dtype=np.int64), share)[0]
 
     def seconds(self) -> Floats:
@@ -77,29 +89,29 @@ class Timing:
         return self.work @ self.usual_costs()
 
     def resampled_seconds_per_token(self, times: NDArray[np.int64]) -> Floats:
-        """Mean seconds a token over the drawn responses, at costs that these responses give. [draws, R] -> [draws]"""
+        """Mean seconds per token of the drawn responses, at usual costs from the same draw. [draws, R] -> [draws]"""
         amounts = times @ (self.work / self.tokens[:, None])  # [draws, K]
         return (amounts * self.costs(times)).sum(1) / times.sum(1)
 
     def disturbance(self) -> Floats:
-        """Clock over usual seconds of each response. [R]"""
+        """Ratio of clock to usual seconds of each response. [R]"""
         return self.clock / np.maximum(self.seconds(), 1e-12)
 
     def busy(self) -> float:
-        """Clock over usual seconds of all responses together; 1 on a quiet machine."""
+        """Ratio of clock to usual seconds of all responses together; 1 on a quiet machine."""
         return float(self.clock.sum() / max(self.seconds().sum(), 1e-12))
 
     def spread(self) -> float:
-        """Distance between the quartiles of a kind's seconds over responses, as a share of its median; mean over kinds by their time.
+        """Interquartile range of a kind's seconds divided by its median, averaged over kinds by their share of time.
 
-        It is large where the machine's pace changed from response to response, also where the clock and the usual times agree.
+        It is large if the machine's speed changed between responses, even if clock and usual times agree.
         """
         low, usual, high = (self.work.sum(0) @ self.usual_costs(share) for share in (0.25, 0.5, 0.75))
         return float((high - low) / max(usual, 1e-12))
 
 
 def frequent_lengths(rows: list[dict]) -> list[int]:
-    """Tokens of verifications that happen often enough for a median; at least the two most frequent."""
+    """Verification lengths (in tokens) that are frequent enough for a median; at least the two most frequent."""
     counts = Counter(one["drafted"] + 1 for row in rows for one in row["rounds"])
     return sorted(
         {tokens for tokens, count in counts.items() if count >= FREQUENT}
@@ -108,7 +120,7 @@ def frequent_lengths(rows: list[dict]) -> list[int]:
 
 
 def units(one: dict, lengths: list[int]) -> dict[tuple[str, int], float]:
-    """A round as amounts of each kind of work; a verification of a rare length as a mixture of two frequent ones."""
+    """A round as amounts of each kind of work. A verification of a rare length is a mixture of two frequent ones."""
     amounts = {
         "draft_first": min(one["stages"], 1),
         "draft_more": one["stages"] - 1,
@@ -122,7 +134,7 @@ def units(one: dict, lengths: list[int]) -> dict[tuple[str, int], float]:
 
 
 def mixture(tokens: int, lengths: list[int]) -> dict[int, float]:
-    """Shares of the two nearest of `lengths` whose mean is `tokens`; outside them the line goes on."""
+    """Weights of the two nearest `lengths` such that their weighted mean is `tokens`. Outside them, one is negative."""
     if tokens in lengths or len(lengths) == 1:
         return {tokens if tokens in lengths else lengths[0]: 1.0}
     high = next((place for place in range(1, len(lengths)) if lengths[place] >= tokens), len(lengths) - 1)
@@ -131,9 +143,9 @@ def mixture(tokens: int, lengths: list[int]) -> dict[int, float]:
 
 
 def weighted_quantiles(values: Floats, counts: Floats, times: NDArray[np.int64], share: float = 0.5) -> Floats:
-    """Quantile of the values (by default the median), each as often as its response was drawn times its count.
+    """Weighted quantile of the values, by default the median. [R], [R], [draws, R] -> [draws]
 
-    [R], [R], [draws, R] -> [draws]; 0 where nothing was drawn
+    The weight of a value is its count times how often its response was drawn. 0 for draws without any weight.
     """
     there = np.flatnonzero(counts)
     order = there[np.argsort(values[there], kind="stable")]
@@ -143,7 +155,7 @@ def weighted_quantiles(values: Floats, counts: Floats, times: NDArray[np.int64],
 
 
 def steadied(rows: list[dict]) -> list[dict]:
-    """The same rows with usual seconds in place of the clock's, for every part of every round; `clock` keeps the clock's."""
+    """The same rows with usual seconds for every part of every round; `clock` keeps the measured seconds."""
     timing, lengths = Timing.of(rows), frequent_lengths(rows)
     costs = dict(zip(timing.kinds, timing.usual_costs().tolist(), strict=True))
     result = []
@@ -159,6 +171,9 @@ def steadied(rows: list[dict]) -> list[dict]:
 
 
 def disturbed(settings: list[list[dict]]) -> list[int]:
-    """Numbers of the prompts during which the machine was busy: the clock ran far beyond usual times in some setting. Rows are in the order of the prompts."""
+    """Indices of the prompts whose ratio of clock to usual time exceeded DISTURBED in some setting.
+
+    The rows of every setting are in the order of the prompts.
+    """
     ratios = np.stack([Timing.of(rows).disturbance() for rows in settings])
     return np.flatnonzero((ratios > DISTURBED).any(0)).tolist()

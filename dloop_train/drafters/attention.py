@@ -1,4 +1,4 @@
-"""Loop attention: queries of N branches over one shared context and over what each branch drafted itself."""
+"""Loop attention: queries of N branches attend to one shared context and to the branch's own rows."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,23 @@ from torch import Tensor
 from dloop_train.types import KV
 
 QUERIES = 512
-"""Queries a head that look at the context together where the mask is dense: they see as many rows as the last of their branches."""
+"""Queries per head that share one dense mask. They attend to all rows that any of their branches sees."""
 
 
 def visible(row: Tensor, first: Tensor, origin: Tensor, at: Tensor | None, window: int | None) -> Tensor:
-    """Whether a query at row `at` sees a row of the context: of its own document, strictly before its origin, within its window.
+    """Whether a query at row `at` sees a context row: in the same document, strictly before the origin, in the window.
 
-    The one rule of every context mask, dense or in blocks.
+    All context masks, dense and block-sparse, use this function.
     """
     seen = (row >= first) & (row < origin)
     return seen if window is None else seen & (at - row < window)
 
 
 class ContextMask:
-    """What branches [B, N] see of the context: rows from `first`, where their document begins, to the one before `origin`.
+    """Attention mask of branches [B, N] over the context.
 
-    Masks are made once, for all layers and, where no window moves with the queries, for all stages.
+    A branch sees the rows from `first`, where its document begins, to `origin` - 1.
+    Masks are built once for all layers, and for all stages if no window moves with the queries.
     """
 
     def __init__(self, origin: Tensor, first: Tensor, whole: "ContextMask | None" = None):
@@ -35,29 +36,36 @@ class ContextMask:
         self.made: dict[Hashable, Any] = {}
 
     def select_branches(self, branches: int | Tensor) -> "ContextMask":
-        """So many branches from the first on, whose masks are cut from those of all; or those of an index."""
+        """The mask of the first `branches` branches, or of the branches with these indices.
+
+        For a number, block masks are cut from those of all branches instead of being built again.
+        """
         if isinstance(branches, int):
             return ContextMask(self.origin[:, :branches], self.first[:, :branches], self.whole or self)
         return ContextMask(self.origin[:, branches], self.first[:, branches])
 
     def once(self, key: Hashable, make) -> Any:
+        """The cached value of `key`, computed by make() at the first call."""
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
 
-    def gather_at(self, ahead: Sequence[int]) -> Tensor:
-        """Rows of queries that stand so far ahead of the origin. [B, N, Q]"""
+    def query_rows(self, ahead: Sequence[int]) -> Tensor:
+        """Rows of queries that are `ahead` rows after the origin (-1: the row before it). [B, N, Q]"""
         return self.origin[..., None] + torch.tensor(ahead, device=self.origin.device)
 
     def bounds(self) -> tuple[list[int], list[int], list[int]]:
-        """Of each branch, over the rows of the batch: first row, lowest origin, highest origin."""
+        """First row, lowest origin and highest origin of each branch, over the sequences of the batch. Each [N].
+
+        Cached because tolist() waits for the GPU.
+        """
         return self.once(
             "bounds",
             lambda: tuple(torch.stack([self.first.amin(0), self.origin.amin(0), self.origin.amax(0)]).tolist()),
         )
 
     def parts(self, ahead: Sequence[int], window: int | None) -> "list[MaskTile]":
-        """The branches in groups, each with the rows that it looks at and a dense mask on them."""
+        """The branches in groups, each with the context rows that it attends to and a dense mask over them."""
         return self.once(
             ("parts", len(ahead), window and (window, tuple(ahead))), lambda: list(self.make_parts(ahead, window))
         )
@@ -72,7 +80,7 @@ class ContextMask:
             if window is not None:
                 begin = max(begin, min(lowest[branches]) + min(ahead) - window + 1)
             stop = max(1, *highest[branches])
-            rows = slice(min(begin, stop - 1), stop)  # one row at least, if only to be hidden
+            rows = slice(min(begin, stop - 1), stop)  # at least one row, since amax over none fails
             row = torch.arange(rows.start, rows.stop, device=self.origin.device)
             seen = visible(
                 row,
@@ -84,7 +92,10 @@ class ContextMask:
             yield MaskTile(branches, rows, ~seen)
 
     def blocks(self, ahead: Sequence[int], repeats: int, length: int, window: int | None):
-        """The same rule as FlexAttention's block mask over [N * repeats * Q] queries, made for all branches and cut for those that are left."""
+        """This mask as a block mask of FlexAttention, over [N * repeats * Q] queries.
+
+        Without a window it is built for all branches and cut to those that remain.
+        """
         queries = self.origin.shape[1] * repeats * len(ahead)
         if window is None and self.whole is not None:
             return self.once(
@@ -108,7 +119,10 @@ class ContextMask:
 
 
 def first_queries(mask, queries: int):
-    """A block mask of the first queries alone. BlockMask's own _adjust forgets in torch 2.11 how many they are within the last block."""
+    """A block mask of the first queries only.
+
+    In torch 2.11 BlockMask._adjust loses the exact number of queries in the last block, so it is not used.
+    """
     rows = -(-queries // mask.BLOCK_SIZE[0])
     seen = [
         None if each is None else each[:, :, :rows]
@@ -121,11 +135,11 @@ def first_queries(mask, queries: int):
 
 @dataclass(frozen=True)
 class MaskTile:
-    """Branches that look at the context together."""
+    """Branches that attend to the context with one dense mask."""
 
     branches: slice
     rows: slice
-    hidden: Tensor  # [B, n, 1 or Q, R] rows that a query may not see
+    hidden: Tensor  # [B, n, 1 or Q, R] true where a query must not see a row
 
 
 def loop_attention(
@@ -138,20 +152,21 @@ def loop_attention(
     window: int | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Softmax attention of [B, N, Q, H, E] queries; returns the same shape.
+    """Softmax attention of queries [B, N, Q, H, E]. Returns the same shape.
 
-    A branch sees context rows [B, T, G, E] as its sight says, and its own rows [B, N, P, G, E], which stand at origin,
-    origin + 1, ... and of which the queries are the last Q. A window counts the query itself; `causal` hides own rows behind
-    the query. Without own rows the queries stand for the last context row. The context is shared: it is never repeated per
-    branch, and no branch is compared with another's own rows.
+    A branch sees the context rows [B, T, G, E] that `context_mask` allows, and its own rows [B, N, P, G, E].
+    Own rows are at rows origin, origin + 1, ... of the sequence; the last Q of them belong to the queries.
+    Without own rows the queries are at the row before the origin.
+    A window counts the query itself. `causal` hides own rows after the query.
+    The context is shared: it is not repeated per branch. No scores are computed with own rows of another branch.
     """
-    batch, branches, slots, heads, size = queries.shape
+    batch, branches, slots, heads, _size = queries.shape
     groups, count = context.keys.shape[2], 0 if own is None else own.keys.shape[2]
     ahead = [-1] * slots if own is None else list(range(count - slots, count))
     hidden = own_hidden(slots, count, window, causal, queries.device)
     if (batch, branches) == (1, 1):
         return single_branch(queries, context, own, context_mask, ahead, hidden, scale, window)
-    # the heads of a group share their keys, so that they count as queries: [B, G, N, H/G * Q, E]
+    # The heads of a group share their keys, so they are folded into the query axis: [B, G, N, H/G * Q, E]
     grouped = queries.unflatten(3, (groups, heads // groups)).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
     to_context = context_in_blocks if has_kernel(queries) else context_in_parts
     mixed, log_sum = to_context(
@@ -163,7 +178,7 @@ def loop_attention(
 
 
 def add_own(mixed: Tensor, log_sum: Tensor, queries: Tensor, own: KV, hidden: Tensor | None, scale: float) -> Tensor:
-    """What attention gives over the context, and over own rows beside it: one softmax by the log-sum-exp of both."""
+    """Add own rows to attention over the context: the log-sum-exps of both give one softmax. [B, G, N, H/G * Q, E]"""
     keys, values = (
         own.keys.permute(0, 3, 1, 4, 2),
         own.values.permute(0, 3, 1, 2, 4),
@@ -179,26 +194,29 @@ def add_own(mixed: Tensor, log_sum: Tensor, queries: Tensor, own: KV, hidden: Te
 
 
 def own_hidden(slots: int, count: int, window: int | None, causal: bool, device: torch.device) -> Tensor | None:
-    """Own rows that a query may not see, or None where it sees all. -> [Q, P] bool"""
+    """Own rows that a query must not see, or None if it sees all. -> [Q, P] bool"""
     if not (causal and slots > 1) and (window is None or window >= count):
         return None
-    behind = torch.arange(count - slots, count, device=device)[:, None] - torch.arange(
-        count, device=device
-    )  # how far a row lies back
+    # [Q, P] how many rows an own row is before the query
+    behind = torch.arange(count - slots, count, device=device)[:, None] - torch.arange(count, device=device)
     hidden = behind < 0 if causal else torch.zeros_like(behind, dtype=torch.bool)
+    # abs: without `causal` the window also limits rows after the query
     return hidden if window is None else hidden | (behind.abs() >= window)
 
 
 HEADS = range(16, 513)
-"""Sizes of a head for which FlexAttention has a kernel: Triton's products begin with 16 numbers, and beyond Gemma 4's 512 no tiles were looked for."""
+"""Head sizes for which FlexAttention has a kernel.
+
+Triton's matrix products need sizes of at least 16. Above 512, the size in Gemma 4, no tiles were tried.
+"""
 
 
 def has_kernel(queries: Tensor) -> bool:
-    """Whether FlexAttention takes queries [..., E] such as these: on a GPU, in at most fp32."""
+    """Whether FlexAttention has a kernel for these queries [..., E]: on a GPU, in at most fp32, E in HEADS."""
     return queries.is_cuda and queries.element_size() <= 4 and queries.shape[-1] in HEADS
 
 
-# Over the context: what attention gives [B, G, N, r, E], and the log of the sum of exponents [B, G, N, r] that it was divided by
+# Attention over the context: returns its output [B, G, N, r, E] and the log-sum-exp of its scores [B, G, N, r]
 
 
 def context_in_parts(
@@ -210,7 +228,7 @@ def context_in_parts(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """With dense masks, group of branches by group."""
+    """With dense masks, one group of branches at a time."""
     return _ContextAttention.apply(queries, keys, values, context_mask.parts(ahead, window), scale)
 
 
@@ -223,7 +241,7 @@ def context_in_blocks(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """With FlexAttention, which leaves out blocks that nobody sees; compiled on a CUDA device."""
+    """With FlexAttention, which skips blocks that no query sees. Compiled on a CUDA device."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     mask = context_mask.blocks(ahead, queries.shape[3] // len(ahead), keys.shape[2], window)
@@ -240,9 +258,10 @@ def context_in_blocks(
 
 
 def tiles(queries: Tensor) -> dict[str, int] | None:
-    """Smaller tiles for heads whose tiles, as FlexAttention cuts them, would not fit into a GPU's shared memory; None where they do.
+    """Kernel options with smaller tiles, if the default tiles exceed the GPU's shared memory; otherwise None.
 
-    In bf16, heads of 512 want 256 KB in the forward pass and heads of 256 112 KB in the backward pass; an H100 has 227 KB, an RTX 99 KB.
+    In bf16, heads of 512 need 256 KB in the forward pass, and heads of 256 need 112 KB in the backward pass.
+    An H100 has 227 KB, an RTX 99 KB.
     """
     size = queries.shape[-1]
     if not queries.is_cuda or size <= 128:
@@ -257,22 +276,30 @@ def tiles(queries: Tensor) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class Flex:
-    """FlexAttention's two functions."""
+    """FlexAttention's two functions, flex_attention and create_block_mask."""
 
     attention: Any
     mask: Any
 
 
 FORMS = 64
-"""Compiled forms of one of these functions at most. Batches and stages of all sizes need about ten, twice as many with and without gradients."""
+"""Largest number of compiled variants of one of these functions.
+
+Batches and stages of all sizes need about ten; with and without gradients twice as many.
+"""
 
 
 def flex(compiled: bool) -> Flex:
-    """Compiled in full: what is left uncompiled, also behind the limit of forms, would hold all scores at once and tell nobody."""
+    """FlexAttention's functions, compiled with fullgraph=True if `compiled`.
+
+    torch must not fall back to uncompiled code, not even past the recompile limit: that code holds all scores at once,
+    and there would be no warning.
+    """
     functions = flex_functions(compiled)
-    # Each thread has a limit of its own, and what is computed again for a backward pass is computed in autograd's thread.
+    # Set at every call: the limit is per thread, and recomputation for a backward pass runs in autograd's thread.
     if compiled and torch._dynamo.config.recompile_limit < FORMS:
-        torch._dynamo.config.recompile_limit = FORMS  # of torch 2.11 to 2.13 only the last takes it with the function
+        # Of torch 2.11 to 2.13 only 2.13 accepts the limit as an argument of torch.compile.
+        torch._dynamo.config.recompile_limit = FORMS
     return functions
 
 
@@ -286,7 +313,11 @@ def flex_functions(compiled: bool) -> Flex:
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Scores live for one group of branches at a time and are recomputed in the backward pass: memory grows with queries alone."""
+    """Attention over the context with dense masks.
+
+    Scores exist for one group of branches at a time and are recomputed in the backward pass.
+    Memory therefore grows with the number of queries only.
+    """
 
     @staticmethod
     def forward(ctx, queries, keys, values, parts, scale):
@@ -294,9 +325,8 @@ class _ContextAttention(torch.autograd.Function):
         log_sum = queries.new_empty(queries.shape[:-1], dtype=torch.promote_types(queries.dtype, torch.float32))
         for part in parts:
             scores = scores_of(queries, keys, part, scale)  # [B, G, n r, R]
-            largest = scores.amax(-1, keepdim=True).clamp(
-                min=torch.finfo(scores.dtype).min
-            )  # finite, also of a query that sees nothing
+            # The clamps keep a query that sees no row, with scores of -inf only, free of NaN.
+            largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
             total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
             weights = scores.div_(total.clamp(min=torch.finfo(scores.dtype).tiny)).to(values.dtype)
             shape = queries[:, :, part.branches].shape
@@ -317,7 +347,7 @@ class _ContextAttention(torch.autograd.Function):
             finite = log_sum[:, :, part.branches].flatten(2, 3)[..., None].clamp(min=torch.finfo(log_sum.dtype).min)
             weights = scores_of(queries, keys, part, ctx.scale).sub_(finite).exp_()
             to_values[:, :, part.rows] += weights.to(values.dtype).transpose(-1, -2) @ upstream
-            # of the softmax: what reaches a weight less what reaches all of them; the log-sum-exp's own gradient is the weights
+            # Softmax: the gradient of each weight minus the weighted mean of all. Log-sum-exp: gradient is the weights.
             centre = (upstream.to(log_sum.dtype) * result).sum(-1) - to_log_sum[:, :, part.branches].flatten(2, 3)
             to_scores = (
                 (upstream @ values[:, :, part.rows].transpose(-1, -2))
@@ -333,7 +363,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def scores_of(queries: Tensor, keys: Tensor, part: MaskTile, scale: float) -> Tensor:
-    """Scaled scores of a group's queries in at least fp32, minus infinity where they may not look. [B, G, n r, R]"""
+    """Scaled scores of a group's queries in at least fp32, minus infinity at hidden rows. [B, G, n r, R]"""
     flat = queries[:, :, part.branches].flatten(2, 3)
     scores = (
         (flat @ keys[:, :, part.rows].transpose(-1, -2))
@@ -355,7 +385,10 @@ def single_branch(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Decoding's case: one branch, of whose context nothing behind the origin is looked at."""
+    """Attention of a single branch, as in decoding. Returns [1, 1, Q, H, E].
+
+    The context is sliced to the rows before the origin, so only a window or `causal` needs a mask.
+    """
     (first,), (origin,), _ = context_mask.bounds()
     if window is not None:
         first = max(first, origin + min(ahead) - window + 1)
@@ -385,7 +418,7 @@ def single_branch(
 
 
 def append(past: tuple[KV, ...] | None, new: tuple[KV, ...], dim: int) -> tuple[KV, ...]:
-    """Rows added behind those of the past, layer by layer."""
+    """Rows appended to past ones along `dim`, layer by layer."""
     if past is None:
         return new
     return tuple(

@@ -1,4 +1,4 @@
-"""Drafter: a model that drafts ahead of a frozen target. Training and decoding run the same two methods, begin and stage."""
+"""Drafter: base class of all drafters, whose begin and stage run in both training and decoding."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,18 +17,18 @@ from dloop_train.targets.target import Target
 from dloop_train.types import KV, Context, DraftStage, DraftState, FeatureSpec, Labels, StageLoss, TargetSpec
 
 Choose = Callable[[int, Tensor], Tensor]
-"""choose(step, hidden [B, N, D]) -> tokens [B, N]: what a chain feeds to its next pass."""
+"""choose(step, hidden [B, N, D]) -> tokens [B, N]: the tokens that a chain reads in its next pass."""
 
 Pick = Callable[[Tensor], Tensor]
-"""pick(logits [..., V]) -> target ids [...]: how a token is chosen, the same for all slots or slot by slot."""
+"""pick(logits [..., V]) -> target ids [...]: chooses tokens, for all slots at once or slot by slot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """What a checkpoint's config.json says of a drafter: enough to build it and to write it back."""
+    """Contents of a checkpoint's config.json: enough to build the drafter and to write the file again."""
 
     format: str
-    """Public layout: the name of a file in checkpoints/."""
+    """Public layout: the name of a module in checkpoints/."""
     layers: tuple[LayerSizes, ...]
     taps: tuple[int, ...]
     num_target_layers: int | None
@@ -40,9 +40,9 @@ class DrafterShape:
     alignment: ClassVar[str] = ""
     """Block drafters: which token a slot predicts."""
     head_scales: tuple[float, float | None] | None = None
-    """Scale of the target's embeddings and softcap of its logits, where a file says them."""
+    """Scale of the target's embeddings and softcap of its logits, if the file has them."""
     draft_vocab_size: int = 0
-    """Target ids that can be drafted; 0 becomes the whole vocabulary."""
+    """Number of target ids that can be drafted. 0 is replaced by the size of the whole vocabulary."""
 
     def __post_init__(self):
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or self.vocab_size)
@@ -66,11 +66,14 @@ class DrafterShape:
         return FeatureSpec(taps=self.taps)
 
     def on(self, target: TargetSpec, taps: Sequence[int]) -> "DrafterShape":
-        """The shape on a target, with what its file leaves to the target; `taps` are the caller's for files that name none."""
+        """The shape for a target, with the values that the file leaves out.
+
+        `taps` are the caller's, for files that list none.
+        """
         return self
 
     def expected_fields(self, target: TargetSpec, taps: Sequence[int]) -> dict:
-        """What a checkpoint made for this target would hold, field by field."""
+        """Fields, by name, that the shape of a checkpoint for this target must have."""
         facts = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "taps": tuple(taps)}
         if self.num_target_layers is not None:
             facts["num_target_layers"] = target.num_layers
@@ -81,7 +84,7 @@ class DrafterShape:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of matrix products: multiply-adds times two. Norms, activations and softmax are not products and count nothing."""
+    """FLOPs of matrix products, two per multiply-add. Norms, activations and softmax are not counted."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -99,65 +102,75 @@ class Work:
 
 @dataclass(frozen=True)
 class Flops:
-    """The products of a drafter's parts, each for one of what is counted; training/accounting.py knows how many there are in a step."""
+    """FLOPs of a drafter's parts, each for one unit. training/accounting.py multiplies them by the units of a step."""
 
     context: Work
-    """A context row, once for all stages."""
+    """One context row, once for all stages."""
     stage: Work
-    """A branch's stage through the linear parts of the layers."""
+    """One stage of one branch, in the linear parts of the layers."""
     own: Work
-    """An own state on its way into the next stage, of which a stage leaves k."""
+    """Projections of one own state for the next stage. A stage has k own states."""
     queries: int
-    """Queries of a branch's stage."""
+    """Queries of one branch in one stage."""
     passes: int
-    """Passes that they are asked in; each sees the own states of those before it."""
+    """Passes that these queries are divided into. Each pass sees the own states of the passes before it."""
     has_own: bool
-    """Whether queries also meet keys of what the branch drafted itself."""
+    """Whether queries also attend to keys of the branch's own states."""
     slots: Work
-    """A branch's stage through what stands between layers and logits; in stages with loss alone."""
+    """One stage of one branch, between layers and logits (token heads). Only in stages with a loss."""
     row: Work
-    """The logits of a supervised slot."""
+    """Logits of one supervised slot."""
     teacher: Work
-    """The target's logits of a supervised slot, and what compares with them."""
+    """The target's logits of one supervised slot, and the comparison with them."""
 
 
 @dataclass(kw_only=True)
 class DrafterConfig:
-    """A drafter: where its weights come from and how it is looped."""
+    """Settings of a drafter: where its weights come from and how it drafts."""
 
     init: str = ""
-    """scratch, a folder, a hub id, or starter:<name> for weights that come with this package. A pair's YAML names it, or the user."""
+    """scratch, a folder, a hub id, or starter:<name> for weights that come with this package.
+
+    Set by a pair's YAML or by the user.
+    """
     format: str = ""
-    """Public layout of a drafter from scratch; from released weights it is read from their config.json."""
+    """Public layout of a drafter from scratch. For released weights it is read from their config.json."""
     layers: int = 1
     taps: list[int] = field(default_factory=list)
-    """Tapped target layers; empty takes the target's list for this kind."""
+    """Tapped target layers. If empty, the target's list for this kind is used."""
     revision: str = "main"
     draft_vocab_size: int = 0
-    """Target ids that can be drafted: the most frequent ones of the responses, and the stop ids. 0 keeps the whole vocabulary, or a checkpoint's own."""
+    """Number of target ids that can be drafted: the stop ids and the most frequent tokens of the responses.
+
+    0 keeps the whole vocabulary, or a checkpoint's own draft vocabulary.
+    """
     released: dict[str, int] = field(default_factory=dict)
-    """What these settings would be for a drafter from scratch as large as the weights that `init` names: what a dry run reckons with before they are on this machine."""
+    """Settings that make a drafter from scratch as large as the weights that `init` names.
+
+    A dry run computes sizes from them if the weights are not on this machine.
+    """
 
     family: ClassVar[str] = ""
     kind: ClassVar[str] = ""
-    """block or chain: which of the target's tap lists applies. Empty for drafters that read no taps."""
+    """block or chain: selects one of the target's lists of taps. Empty for drafters that read no taps."""
     alignment: ClassVar[str] = ""
     """Block drafters: which token a slot predicts."""
     backbone: ClassVar[str] = ""
-    """Block drafters: whose layers a drafter from scratch starts from."""
+    """Block drafters: the drafter whose layers, fc and norms a drafter from scratch starts from."""
     unpaired: ClassVar[str] = "no released weights are known"
-    """Why a target may lack a pair with this family."""
+    """Why a target may have no pair with this family; part of an error message."""
     needs: ClassVar[str] = ""
-    """What must be set beside init where there is no pair."""
+    """Settings that are required in addition to init if no pair exists."""
     reduced_format: ClassVar[str] = ""
-    """The public layout that can say a reduced draft vocabulary; empty where none can."""
+    """Public layout that can store a reduced draft vocabulary; empty if none can."""
 
     def __post_init__(self):
         check(self.layers >= 1, f"drafter.layers must be positive, got {self.layers}")
         check(self.draft_vocab_size >= 0, f"drafter.draft_vocab_size must not be negative, got {self.draft_vocab_size}")
         check(
             not self.draft_vocab_size or bool(self.reduced_format),
-            f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary keeps; leave it out",
+            f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary "
+            "keeps; leave it out",
         )
 
     def feature_spec(self, taps: list[int]) -> FeatureSpec:
@@ -169,14 +182,15 @@ class DrafterConfig:
         raise NotImplementedError
 
     def build(self, shape: DrafterShape, head: TargetHead | None) -> "Drafter":
+        """A drafter of this shape, without loaded weights. None as head builds the modules only."""
         raise NotImplementedError
 
     def with_loop_settings(self, shape: DrafterShape) -> DrafterShape:
-        """A released checkpoint's shape as these settings loop it."""
+        """A released checkpoint's shape with the settings of this config that may differ from the checkpoint's."""
         return shape
 
     def shape_unread(self, target: TargetSpec, taps: list[int]) -> DrafterShape | None:
-        """The shape as far as settings tell it, for weights that are not on this machine; None where they do not."""
+        """The shape by settings alone, for weights that are not on this machine. None if they do not determine it."""
         if self.init == "scratch":
             return self.shape(target, taps)
         return (
@@ -186,7 +200,7 @@ class DrafterConfig:
         )
 
     def section(self) -> dict:
-        """What of these settings an export must keep, since no public key tells it."""
+        """Settings that an export must store in its dloop section, since no public key has them."""
         return {}
 
     def drafting(self, k: int) -> "DrafterConfig":
@@ -194,78 +208,84 @@ class DrafterConfig:
         raise NotImplementedError
 
     def as_exported(self, section: dict) -> "DrafterConfig":
-        """These settings as the dloop section of an export's config.json changes them: its own tokens per stage and form of own states."""
+        """These settings, changed to those in the dloop section of an export's config.json.
+
+        The section has the export's tokens per stage and form of own states.
+        """
         return self
 
 
 @dataclass(frozen=True)
 class TeacherLogits:
-    """The target's logits of supervised rows, and what a reduced draft vocabulary leaves out of them."""
+    """The target's logits of supervised rows: over the draft vocabulary and, if that is reduced, over the whole one."""
 
     kept: Tensor  # [R, V] over the draft vocabulary
-    whole: Tensor | None = None  # [R, V_target]; None where the draft vocabulary is the target's
+    whole: Tensor | None = None  # [R, V_target]; None if the draft vocabulary is not reduced
 
     @property
     def taught(self) -> Tensor | None:
-        """Rows whose most likely token is in the draft vocabulary; None: all. [R] bool"""
+        """Rows whose most likely token of the target is in the draft vocabulary. [R] bool; None: all rows."""
         return None if self.whole is None else self.kept.amax(-1) == self.whole.amax(-1)
 
     def acceptance(self, logits: Tensor, distance: Tensor) -> Tensor:
-        """How often rejection sampling accepts a token drawn from the draft logits [R, V]: the sum over tokens of min(p, q). [R]
+        """Probability that rejection sampling accepts a token drawn from the draft logits [R, V]. [R]
 
-        `distance` [R] is the total variation over the draft vocabulary, to which the target's distribution is renormalised. Where it is
-        the whole one the two add up to 1; elsewhere the tokens outside are the target's alone.
+        This is the sum over tokens of min(p, q). `distance` [R] is the total variation of the two distributions over
+        the draft vocabulary, with the target's renormalised to it.
+        With the whole vocabulary the result is 1 - distance. With a reduced one the sum is computed from the target's
+        probabilities before renormalisation.
         """
         if self.whole is None:
             return (1 - distance).clamp(0, 1)
         precise = distance.dtype
+        # [R] log of the target's probability of the whole draft vocabulary
         inside = torch.logsumexp(self.kept.to(precise), -1) - torch.logsumexp(self.whole.to(precise), -1)
         target = torch.softmax(self.kept, dim=-1, dtype=precise) * inside.exp()[:, None]
         return torch.minimum(torch.softmax(logits.detach(), dim=-1, dtype=precise), target).sum(-1)
 
 
 class Drafter(nn.Module):
-    """Drafts k tokens a stage for every branch at once.
+    """Drafts k tokens per stage for all branches at once.
 
-    Nothing of the target at or after a branch's origin is visible to it; what it drafted itself in this round is. Module
-    attributes carry the public tensor names. The target's head is borrowed and stays outside parameters and state dict.
+    A branch sees the target's features strictly before its origin, and its own states of this round.
+    Module attributes have the public tensor names.
+    The target's head is shared with the target and is not among the parameters or in the state dict.
     """
 
     k: int
     """Tokens per stage."""
     lag: ClassVar[int] = 0
-    """Rows before the origin that belong to the branch and not to its context."""
+    """Number of rows before the origin that belong to the branch instead of to its context."""
     vocabulary_rows: ClassVar[tuple[str, ...]] = ()
-    """Parameters with a row for each id of the draft vocabulary."""
+    """Names of parameters with one row per id of the draft vocabulary."""
 
     def __init__(self, shape: DrafterShape, head: TargetHead | None):
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList()
         self.norm = norm_of(shape.layers[0], shape.hidden_size)
-        # The public maps: target id = draft id + d2t, and which target ids are kept.
+        # Public names: target id = draft id + d2t[draft id]; t2d is true at target ids that can be drafted.
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if shape.reduced else None)
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if shape.reduced else None)
-        self.register_load_state_dict_post_hook(
-            lambda drafter, _: drafter.attach_head(drafter.head)
-        )  # another vocabulary, other rows of the head
+        # A loaded d2t may select other rows of the head.
+        self.register_load_state_dict_post_hook(lambda drafter, _: drafter.attach_head(drafter.head))
         self.attach_head(head)
 
     def attach_head(self, head: TargetHead | None) -> None:
-        """Use this head for embeddings and, of its lm_head the rows of the draft vocabulary, for logits."""
+        """Use this head for embeddings, and the draft vocabulary's rows of its lm_head for logits."""
+        # nn.Module.__setattr__ would register the head as a submodule.
         object.__setattr__(self, "head", head)
         object.__setattr__(self, "_draft_head", None)
 
     @property
     def draft_head(self) -> TargetHead | None:
-        """The borrowed head with the rows of the draft vocabulary alone; these are copied at the first use."""
+        """The target's head with only the rows of the draft vocabulary, which are copied at the first use."""
         head = self.head
         if head is None or not self.shape.reduced:
             return head
         if self._draft_head is None:
-            with torch.inference_mode(
-                False
-            ):  # where decoding asks first, training must still be able to differentiate through it
+            # If decoding uses it first, in inference mode, training must still be able to differentiate through it.
+            with torch.inference_mode(False):
                 object.__setattr__(self, "_draft_head", head.of_rows(self.kept_ids().to(head.lm_head_weight.device)))
         return self._draft_head
 
@@ -280,7 +300,10 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
-        """The family's released objective on one stage, as a sum over slots. progress is in [0, 1]."""
+        """The family's released objective on one stage, as a sum over slots.
+
+        `progress` is the completed share of the training, in [0, 1]. Logits of at most max_rows rows exist at once.
+        """
         raise NotImplementedError
 
     def slot_weights(self) -> Tensor:
@@ -295,7 +318,10 @@ class Drafter(nn.Module):
         return self.open(kv, projected, context, origins)
 
     def commit(self, state: DraftState, context: Context) -> DraftState:
-        """After a verification: drop own states, append what the target now knows; the next origin follows its last row."""
+        """After a verification: drop own states and append new context rows.
+
+        The next origin is the row after the last one.
+        """
         kv, projected = self.context_kv(context)
         both = tuple(
             KV(torch.cat([old.keys, new.keys], dim=1), torch.cat([old.values, new.values], dim=1))
@@ -305,7 +331,7 @@ class Drafter(nn.Module):
         return self.open(both, projected, context, origins)
 
     def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
-        """A state before its first stage; `projected` are the context's last rows."""
+        """The state before the first stage of a round. `projected` [B, T, D]: the projected features of `context`."""
         first = torch.zeros_like(origins) if context.first is None else context.first.gather(1, origins)
         return DraftState(
             context=kv,
@@ -318,7 +344,7 @@ class Drafter(nn.Module):
         )
 
     def places_of(self, context: Context) -> RotaryPositions:
-        """Where context rows stand in their documents. [B or 1, T]"""
+        """Rotary positions of context rows, counted from the start of each document. [B or 1, T]"""
         rows = torch.arange(context.start, context.start + context.features.shape[1], device=context.features.device)[
             None
         ]
@@ -329,10 +355,10 @@ class Drafter(nn.Module):
         return self.draft_head.logits(self.norm(hidden))
 
     def require_reducible(self) -> None:
-        """Stop where no layout holds this drafter with a reduced draft vocabulary."""
+        """Raise ValueError if no layout can store this drafter with a reduced draft vocabulary."""
 
     def keep_tokens(self, ids: Tensor) -> None:
-        """Make these target ids [V_draft] (ascending) the draft vocabulary."""
+        """Set the draft vocabulary to these target ids [V_draft], ascending. ValueError if their number is wrong."""
         check(
             len(ids) == self.shape.draft_vocab_size,
             f"{len(ids)} ids for a draft vocabulary of {self.shape.draft_vocab_size}",
@@ -342,15 +368,18 @@ class Drafter(nn.Module):
         self.attach_head(self.head)
 
     def kept_ids(self) -> Tensor | None:
-        """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
+        """Target ids of a reduced draft vocabulary, ascending. None for the whole vocabulary."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def token_ids(self, drafted: Tensor) -> Tensor:
-        """Ids of the draft vocabulary to ids of the target."""
+        """Convert ids of the draft vocabulary to ids of the target."""
         return drafted if self.d2t is None else drafted + self.d2t[drafted]
 
     def drafted_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Target ids as ids of the draft vocabulary, and which of them are in it (None: all)."""
+        """Target ids as ids of the draft vocabulary, and which of them are in it (None: all).
+
+        Tokens outside get an arbitrary valid id.
+        """
         kept = self.kept_ids()
         if kept is None:
             return tokens, None
@@ -359,18 +388,18 @@ class Drafter(nn.Module):
 
     @property
     def teacher_vocabulary(self) -> int:
-        """Logits of the target that a supervised row of its distribution takes: all of them, also where few are kept (see teacher_logits)."""
+        """Target logits computed per supervised row: all of them, even if few are kept (see teacher_logits)."""
         return self.shape.vocab_size
 
     def teacher_logits(self, teacher: Tensor) -> TeacherLogits:
-        """The target's logits of hidden states [R, D]."""
+        """The target's logits of hidden states [R, D] after its final norm."""
         whole = self.head.logits(teacher)
         return TeacherLogits(whole[:, self.kept_ids()], whole) if self.shape.reduced else TeacherLogits(whole)
 
     def draft_tokens(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
         """Choose the k tokens of a stage. [B, N, k]"""
         if stage.tokens is not None:
-            return stage.tokens  # a chain has spoken on the way
+            return stage.tokens  # a chain chooses its tokens during its passes
         return pick(self.logits(stage.hidden[:, :, stage.predicts]))
 
     def rescore(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor:
@@ -378,7 +407,7 @@ class Drafter(nn.Module):
         return self.logits(stage.hidden[:, :, stage.predicts])
 
     def confidence(self, stage: DraftStage, anchors: Tensor, tokens: Tensor) -> Tensor | None:
-        """A learned acceptance estimate [B, N, k], where a family has one."""
+        """A learned estimate of the acceptance probability, as logits [B, N, k]. None if the family has none."""
         return None
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -386,28 +415,32 @@ class Drafter(nn.Module):
         return self.head.embed(tokens).to(self.norm.weight.dtype)
 
     def start_vocabulary(self, counts: Counter[int], lm_head: Tensor, stop_ids: Sequence[int]) -> None:
-        """The draft vocabulary of a drafter from scratch; `counts` says how often responses hold a token. A head of its own starts as the target's."""
+        """Choose the draft vocabulary of a drafter from scratch.
+
+        `counts` has the number of occurrences of each token in the responses.
+        An lm_head of the drafter's own starts as a copy of the target's.
+        """
         if self.shape.reduced:
             self.keep_tokens(frequent_ids(counts, self.shape, stop_ids))
 
     def initialise(self, target: Target) -> None:
-        """What of a drafter from scratch the target's last layers do not give; called without gradients."""
+        """Set the weights of a drafter from scratch that are not copies of the target's. Called under no_grad."""
         raise NotImplementedError
 
     def flops(self) -> Flops:
-        """What a training step's products are made of."""
+        """FLOPs of the matrix products of a training step, by part."""
         raise NotImplementedError
 
 
 def frequent_ids(counts: Counter[int], shape: DrafterShape, stop_ids: Sequence[int]) -> Tensor:
-    """The stop ids, then the most frequent tokens, then any, as many as the draft vocabulary has. [V_draft] ascending"""
+    """Ids of the draft vocabulary: stop ids, then the most frequent tokens, then the lowest ids. [V_draft] ascending"""
     frequent = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     ordered = dict.fromkeys([*stop_ids, *frequent, *range(shape.vocab_size)])
     return torch.tensor(sorted(list(ordered)[: shape.draft_vocab_size]))
 
 
 def with_vocabulary(drafter: Drafter, settings: DrafterConfig, ids: Tensor) -> Drafter:
-    """The same drafter with these target ids [V_draft] alone to draft, in the layout that can say it."""
+    """The same drafter with the draft vocabulary `ids` [V_draft], in the layout that can store it."""
     drafter.require_reducible()
     shape = replace(drafter.shape, draft_vocab_size=len(ids), format=settings.reduced_format)
     smaller = settings.build(shape, drafter.head).to(drafter.norm.weight.dtype)
@@ -421,7 +454,10 @@ def with_vocabulary(drafter: Drafter, settings: DrafterConfig, ids: Tensor) -> D
 
 
 def select_branches(state: DraftState, branches: int | Tensor) -> DraftState:
-    """So many branches from the start of the N axis, or those of an index [M]. Training sorts origins by depth, so that finished ones leave at the end."""
+    """The state of the first `branches` branches, or of those with the indices [M].
+
+    Training sorts origins by depth, so that finished branches are at the end of the N axis.
+    """
     number = branches if isinstance(branches, int) else len(branches)
     if number == state.origin.shape[1]:
         return state
@@ -439,7 +475,7 @@ def select_branches(state: DraftState, branches: int | Tensor) -> DraftState:
 
 
 def linear_flops(*modules: nn.Module | None) -> int:
-    """2 x the weights of all linear layers: the FLOPs of one row through each."""
+    """FLOPs of one row through all linear layers: two per weight."""
     return sum(2 * weight.numel() for weight in linear_weights(modules))
 
 
@@ -454,7 +490,10 @@ def linear_weights(modules: Sequence[nn.Module | None]) -> list[nn.Parameter]:
 
 
 def linear_work(*modules: nn.Module | None, reaches_inputs: bool = True) -> Work:
-    """One row through all linear layers: backward is a product for the row's gradient, if it is wanted, and one for the weight's, where it is trained."""
+    """FLOPs of one row through all linear layers.
+
+    Backward has a product for the gradient of the row, if `reaches_inputs`, and one for that of each trained weight.
+    """
     weights = linear_weights(modules)
     return Work(
         sum(2 * weight.numel() for weight in weights),
@@ -463,5 +502,5 @@ def linear_work(*modules: nn.Module | None, reaches_inputs: bool = True) -> Work
 
 
 def frozen_work(rows: int, columns: int) -> Work:
-    """One row through a frozen matrix: of the gradients only the row's is taken."""
+    """FLOPs of one row through a frozen matrix: backward computes the gradient of the row only."""
     return Work(2 * rows * columns, 2 * rows * columns)

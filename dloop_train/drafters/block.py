@@ -1,4 +1,4 @@
-"""Block drafters: one pass of W slots drafts a whole stage; own states enter the next stage as context entries."""
+"""Block drafters: one pass of W slots drafts a stage; own states are context rows of the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,23 +29,24 @@ ALIGNMENTS = ("fill_in", "shifted")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape(DrafterShape):
-    """A block drafter's checkpoint."""
+    """Shape of a block drafter's checkpoint."""
 
     width: int
     """W: slots of a pass, anchor included (the public block_size)."""
     alignment: str
-    """fill_in: slot j predicts anchor + j, k = W - 1. shifted: slot j predicts anchor + j + 1, k = W."""
+    """fill_in: slot j predicts the token at anchor + j, k = W - 1. shifted: slot j predicts anchor + j + 1, k = W."""
     mask_token_id: int
     num_anchors: int = 512
-    """Kept for the layouts that write it."""
+    """Not used here; kept for layouts that store it."""
     num_draft_tokens: int | None = None
-    """k where a checkpoint drafts fewer tokens than its slots allow."""
+    """k, if a checkpoint drafts fewer tokens than its slots allow."""
 
     def __post_init__(self):
         super().__post_init__()
         check(
             self.k >= 1,
-            f"block_size {self.width} with num_draft_tokens {self.num_draft_tokens} leaves a {self.alignment} drafter no token to draft",
+            f"block_size {self.width} with num_draft_tokens {self.num_draft_tokens} leaves a {self.alignment} drafter "
+            "no token to draft",
         )
         check(
             0 <= self.mask_token_id < self.vocab_size,
@@ -66,17 +67,26 @@ class BlockConfig(DrafterConfig):
     """Settings of block drafters."""
 
     width: int = 0
-    """W: slots of a pass, anchor included. 0 takes the checkpoint's own, or 8 from scratch. Weights do not depend on it."""
+    """W: slots of a pass, anchor included. 0 is the checkpoint's width, or 8 from scratch.
+
+    The shapes of the weights do not depend on it.
+    """
     alignment: str = ""
-    """fill_in or shifted. Required: nothing else tells them apart, and the wrong one only costs acceptance."""
+    """fill_in or shifted. Required, since nothing else tells them apart and the wrong one only lowers acceptance."""
     gamma: float = 4.0
     """Slot weights exp(-j / gamma)."""
     state: str = "context_norm"
-    """Form of own states in later stages: context_norm | post_norm | raw (DESIGN: extra stage)."""
+    """Form of own states in later stages, computed from the final layer's output.
+
+    context_norm: by the norm of the fused target features. post_norm: by the final norm. raw: unchanged.
+    """
     slot: str = "own"
-    """Fill-in blocks: which slots' states stand at the positions of a stage, own | next."""
+    """Fill-in blocks: which slots' states become own states at the k positions of a stage.
+
+    own: slots 0 .. k - 1. next: slots 1 .. k.
+    """
     backbone: str = ""
-    """With init scratch: a block drafter (as init names one) whose layers, fc and norms this one starts from."""
+    """For init=scratch: a block drafter, named as in `init`, whose layers, fc and norms this one starts from."""
 
     kind = "block"
     needs = "drafter.alignment=<fill_in|shifted>"
@@ -103,7 +113,7 @@ class BlockConfig(DrafterConfig):
 
     @property
     def follows_target(self) -> bool:
-        """Whether a drafter of a Gemma 4 target has Gemma 4's layers; the public layouts decide. All others have Qwen3's."""
+        """Whether the public layout has Gemma 4's layers for a Gemma 4 target. All other drafters have Qwen3's."""
         return False
 
     def with_loop_settings(self, shape: BlockShape) -> BlockShape:
@@ -113,6 +123,7 @@ class BlockConfig(DrafterConfig):
         return replace(self, width=k + (self.alignment == "fill_in"))
 
     def as_exported(self, section: dict) -> "BlockConfig":
+        # Without loop-aware training the export's form of own states was not trained, and these settings apply.
         trained = {
             name: section[name]
             for name in ("state", "slot")
@@ -124,7 +135,7 @@ class BlockConfig(DrafterConfig):
         return BlockShape(**self.shape_fields(target, taps))
 
     def shape_fields(self, target: TargetSpec, taps: list[int]) -> dict:
-        """What all block drafters from scratch have in common."""
+        """Fields of the shape that all block drafters from scratch share."""
         native = self.follows_target and architecture_of(target.text_config) == "gemma4"
         layers = layers_for(target.text_config, "gemma4" if native else "qwen3", self.layers)
         if self.draft_vocab_size:
@@ -147,16 +158,20 @@ class BlockConfig(DrafterConfig):
 
 
 def require_qwen3(layers: Sequence[LayerSizes]) -> None:
-    """The speculators layout, which alone can say a draft vocabulary, holds Qwen3's layers."""
+    """Raise ValueError unless all layers are Qwen3's: only the speculators layout stores a draft vocabulary."""
     found = sorted({layer.architecture for layer in layers})
     check(
         found == ["qwen3"],
-        f"drafter.draft_vocab_size: the layout that can say a draft vocabulary holds qwen3 layers, this drafter has {', '.join(found)}; leave it out",
+        "drafter.draft_vocab_size: the layout that can say a draft vocabulary holds qwen3 layers, "
+        f"this drafter has {', '.join(found)}; leave it out",
     )
 
 
 class BlockDrafter(Drafter):
-    """The parallel backbone of DFlash: every layer attends to the fused target features and to the block's own slots."""
+    """The parallel backbone of DFlash.
+
+    Every layer attends to the fused target features, to own states of earlier stages and to the block's slots.
+    """
 
     shape: BlockShape
 
@@ -174,7 +189,7 @@ class BlockDrafter(Drafter):
         return torch.exp(-torch.arange(self.k) / self.gamma)
 
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
-        rows = self.hidden_norm(self.fc(context.features))  # once, the same for every layer
+        rows = self.hidden_norm(self.fc(context.features))  # computed once, the same for all layers
         places = self.places_of(context)
         return tuple(layer.self_attn.project(rows, places) for layer in self.layers), rows
 
@@ -182,7 +197,10 @@ class BlockDrafter(Drafter):
         require_qwen3(self.shape.layers)
 
     def absorb(self, state: DraftState) -> DraftState:
-        """Own states of the last stage become k context entries at its positions, projected by every layer (the paper's Eq. 3)."""
+        """Project own states of the last stage to keys and values of every layer (DLoop, Eq. 3).
+
+        They become k context rows at the positions of that stage.
+        """
         if state.hidden is None:
             return state
         rows = state.hidden[:, :, self.own_slots]
@@ -190,9 +208,8 @@ class BlockDrafter(Drafter):
             rows = self.hidden_norm(rows)
         elif self.shape.state == "post_norm":
             rows = self.norm(rows)
-        places = RotaryPositions(
-            state.position[..., None] - self.k + torch.arange(self.k, device=rows.device)
-        )  # [B, N, k]
+        # [B, N, k]; state.position is already that of the next stage
+        places = RotaryPositions(state.position[..., None] - self.k + torch.arange(self.k, device=rows.device))
         entries = tuple(layer.self_attn.project(rows, places) for layer in self.layers)
         return replace(state, own=append(state.own, entries, dim=2), hidden=None)
 
@@ -211,10 +228,13 @@ class BlockDrafter(Drafter):
         return DraftStage(rows, self.predicts, replace(state, position=state.position + self.k, hidden=rows))
 
     def start_head(self) -> None:
-        """Initialise what stands beside a backbone that has learnt already; called without gradients."""
+        """Initialise a token head beside a backbone that is already trained. Called under no_grad; DFlash has none."""
 
     def initialise(self, target: Target) -> None:
-        """The fused features start as the output of the deepest tap, behind the norm of the first copied layer."""
+        """hidden_norm starts as the first layer's input norm.
+
+        fc starts as the identity on the deepest tap, if the hidden sizes match.
+        """
         width = self.shape.hidden_size
         self.hidden_norm.weight.copy_(self.layers[0].input_layernorm.weight)
         if self.shape.target_hidden_size == width:

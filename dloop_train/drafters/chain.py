@@ -1,4 +1,4 @@
-"""Chain drafters: one token a pass, fed with the last token and the drafter's own hidden state; a stage is k passes."""
+"""Chain drafters: each pass reads a token and a hidden state and drafts one token; k passes a stage."""
 
 from dataclasses import dataclass, replace
 
@@ -24,10 +24,10 @@ from dloop_train.types import KV, Context, DraftStage, DraftState, Labels, Stage
 
 @dataclass(frozen=True, kw_only=True)
 class ChainShape(DrafterShape):
-    """A chain drafter's checkpoint."""
+    """Shape of a chain drafter's checkpoint."""
 
     steps: int | None = None
-    """Passes it was trained to unroll, where the config says so."""
+    """Number of passes unrolled in its training, if config.json has it."""
 
 
 @dataclass(kw_only=True)
@@ -35,9 +35,9 @@ class ChainConfig(DrafterConfig):
     """Settings of chain drafters."""
 
     tokens_per_stage: int = 7
-    """k: passes between two questions to the gate."""
+    """k: passes between two decisions of the gate."""
     decay: float = 0.8
-    """Step weights decay^j, restarted in each stage."""
+    """Token j of a stage has weight decay^j in the loss; j restarts at 0 in each stage."""
 
     kind = "chain"
 
@@ -54,9 +54,9 @@ class ChainConfig(DrafterConfig):
 
 
 class ChainDrafter(Drafter):
-    """Drafts one token a pass from (last token, hidden state): the target's at first, then what it feeds back itself.
+    """Drafts one token per pass from the last token and a hidden state: first the target's, then its own, fed back.
 
-    The loss is soft cross-entropy against the target's distribution, decay^j a step (EAGLE-3's objective).
+    The loss is soft cross-entropy with the target's distribution, with weight decay^j in pass j (EAGLE-3's objective).
     """
 
     shape: ChainShape
@@ -68,29 +68,32 @@ class ChainDrafter(Drafter):
     # What a family implements
 
     def project_features(self, features: Tensor) -> Tensor:
-        """Feature rows to what the first pass is fed as a hidden state. [B, T, F] -> [B, T, D]"""
+        """Feature rows to the hidden states that a first pass reads. [B, T, F] -> [B, T, D]"""
         raise NotImplementedError
 
     def advance(
         self, tokens: Tensor, fed: Tensor, step: int, state: DraftState, own: tuple[KV, ...] | None
     ) -> tuple[Tensor, tuple[KV, ...] | None]:
-        """One pass after tokens [B, N] and fed states [B, N, D]: the final layer's output [B, N, D] and the own states behind it."""
+        """One pass that reads tokens [B, N] and fed-back states [B, N, D].
+
+        Returns the final layer's output [B, N, D] and the own states, with those of this pass.
+        """
         raise NotImplementedError
 
     def feedback(self, hidden: Tensor) -> Tensor:
-        """What of a pass's output the next pass is fed. [B, N, D] -> [B, N, D]"""
+        """A pass's output to the hidden state that the next pass reads. [B, N, D] -> [B, N, D]"""
         return hidden
 
     def head_logits(self, normed: Tensor) -> Tensor:
-        """Normed hidden states to logits over the draft vocabulary."""
+        """Normed hidden states to logits over the draft vocabulary. [..., D] -> [..., V]"""
         return self.draft_head.logits(normed)
 
     def head_weights(self) -> tuple[Tensor, ...]:
-        """Parameters of the drafter's own lm_head; none where it reads the target's."""
+        """Parameters of the drafter's own lm_head; empty if it uses the target's."""
         return ()
 
     def compared_rows(self, teacher: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The target's logits over the draft vocabulary, and which rows carry loss (None: all). [R, D] -> [R, V], [R]"""
+        """The target's logits over the draft vocabulary, and the rows with a loss (None: all). [R, D] -> [R, V], [R]"""
         found = self.teacher_logits(teacher)
         return found.kept, found.taught
 
@@ -101,9 +104,8 @@ class ChainDrafter(Drafter):
 
     def open(self, kv: tuple[KV, ...], projected: Tensor, context: Context, origins: Tensor) -> DraftState:
         rows = (origins - 1 - context.start)[..., None].expand(-1, -1, projected.shape[-1])
-        return replace(
-            super().open(kv, projected, context, origins), hidden=projected.gather(1, rows)[:, :, None]
-        )  # [B, N, 1, D]
+        # hidden: the state of the last known position, before the origin. [B, N, 1, D]
+        return replace(super().open(kv, projected, context, origins), hidden=projected.gather(1, rows)[:, :, None])
 
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose | None = None) -> DraftStage:
         own, fed = state.own, state.hidden[:, :, -1]
@@ -121,7 +123,8 @@ class ChainDrafter(Drafter):
         return self.head_logits(self.norm(hidden))
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
-        # The norm stays outside: it is trained, also where the head below it is frozen.
+        # The norm is trained, even if the head after it is frozen, so it is applied outside of row_loss:
+        # stage_loss computes gradients of its rows and of head_weights only.
         return stage_loss(
             self.row_loss,
             self.norm(stage.hidden),
@@ -142,10 +145,9 @@ class ChainDrafter(Drafter):
         return (weights * losses).sum(), by_slot(hits(logits, *self.drafted_ids(tokens)), slots, self.k, losses)
 
     def chain_flops(self, *, context: Work, one: Work, row: Work, has_own: bool) -> Flops:
-        """The products of a chain with so much work in one of its passes."""
-        compared = Work(
-            2 * self.teacher_vocabulary * self.shape.target_hidden_size + 2 * self.shape.draft_vocab_size
-        )  # both distributions meet in one more product
+        """FLOPs of a chain, of which one pass costs `one` and the logits of one slot cost `row`."""
+        # The second term is the dot product of both distributions in the soft cross-entropy.
+        compared = Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 2 * self.shape.draft_vocab_size)
         return Flops(
             context=context,
             stage=self.k * one,
@@ -162,20 +164,20 @@ class ChainDrafter(Drafter):
 class OwnKeysChain(ChainDrafter):
     """A chain of one layer with keys and values of its own (EAGLE-3, Qwen3.5's MTP).
 
-    Row p pairs the state of position p with the token at p + 1 and predicts the token at p + 2. The first pass of a round is
-    row origin - 1: the last known state with the anchor. It belongs to the branch, so the context it sees is what lies
-    strictly before that row.
+    Row p pairs the state of position p with the token at p + 1 and predicts the token at p + 2.
+    The first pass of a round is row origin - 1, which pairs the last known state with the anchor.
+    This row belongs to the branch, so the branch's context is the rows strictly before it.
     """
 
     lag = 1
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream [..., D] and what enters the attention's projections, of (token, hidden state) pairs."""
+        """Pairs of token and hidden state to the residual stream [..., D] and the input of attention."""
         raise NotImplementedError
 
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
         projected = self.project_features(context.features)
-        # One layer: the keys of a row need its inputs alone, no attention.
+        # With one layer, the keys of a context row depend on its inputs only, and no attention is computed for it.
         return (
             self.layers[0].self_attn.project(self.inputs(context.tokens[:, 1:], projected)[1], self.places_of(context)),
         ), projected
@@ -202,12 +204,13 @@ class OwnKeysChain(ChainDrafter):
         )
 
     def fuse_work(self) -> Work:
-        """A context row from the target's features to what the keys' projection reads."""
+        """FLOPs of one context row, from the target's features to the input of the key projection."""
         return linear_work(self.fc, reaches_inputs=False)
 
     def pair_up_work(self) -> Work:
-        """Pairing a token with a hidden state that the drafter fed back."""
+        """FLOPs of combining a token with a hidden state, in one pass."""
         return Work()
 
     def head_work(self) -> Work:
+        """FLOPs of the logits of one slot."""
         return frozen_work(self.shape.draft_vocab_size, self.shape.hidden_size)

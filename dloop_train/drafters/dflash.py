@@ -1,4 +1,4 @@
-"""DFlash: a block drafter trained with cross-entropy; k tokens in one pass, independent of each other."""
+"""DFlash: a block drafter that drafts k tokens in one pass, independently of each other."""
 
 from dataclasses import dataclass, replace
 
@@ -14,15 +14,18 @@ from dloop_train.types import DraftStage, Labels, StageLoss
 
 FORMATS = {"fill_in": "zlab_dflash", "shifted": "deepspec_dflash"}
 LOSSES = {"ce": {"hard": 1.0}, "soft_ce": {"soft": 1.0}, "l1": {"variation": 2.0}}
-"""Weights of row_losses; total variation is half the L1 distance."""
+"""Weights for row_losses. Total variation is half the L1 distance, hence the 2."""
 
 
 @dataclass(kw_only=True)
 class DFlashConfig(BlockConfig):
-    """DFlash, in z-lab's layout (fill_in) or DeepSpec's (shifted)."""
+    """Settings of DFlash, in z-lab's layout (fill_in) or DeepSpec's (shifted)."""
 
     loss: str = "ce"
-    """ce: cross-entropy with the text's tokens (the released recipe). soft_ce: with the target's distribution. l1: its L1 distance."""
+    """ce: cross-entropy with the text's tokens (the released recipe). soft_ce: with the target's distribution.
+
+    l1: the L1 distance from the target's distribution.
+    """
 
     family = "dflash"
     reduced_format = "speculators_dflash"
@@ -34,7 +37,8 @@ class DFlashConfig(BlockConfig):
         self.format = self.format or FORMATS[self.alignment]
         check(
             self.format == FORMATS[self.alignment],
-            f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is {FORMATS[self.alignment]}, got drafter.format={self.format!r}",
+            f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is "
+            f"{FORMATS[self.alignment]}, got drafter.format={self.format!r}",
         )
 
     @property
@@ -46,14 +50,17 @@ class DFlashConfig(BlockConfig):
 
 
 class DFlash(BlockDrafter):
-    """CE on every slot, weighted exp(-j / gamma) (DFlash's recipe), or a distance from the target's distribution."""
+    """DFlash. The loss of slot j has weight exp(-j / gamma).
+
+    It is cross-entropy with the text (the released recipe) or a distance from the target's distribution.
+    """
 
     def __init__(self, shape: BlockShape, head: TargetHead | None, gamma: float, loss: str = "ce"):
         super().__init__(shape, head, gamma)
         self.mixture = LOSSES[loss]
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
-        # The norm stays outside: it is trained, while the head below it is frozen.
+        # The norm is trained, so it is applied outside of row_loss: stage_loss computes gradients of its rows only.
         return stage_loss(
             self.row_loss, self.norm(stage.hidden[:, :, stage.predicts]), labels, self.slot_weights(), max_rows=max_rows
         )

@@ -1,4 +1,4 @@
-"""Domino: DFlash's backbone with a GRU over the tokens drafted so far, which corrects the logits slot by slot."""
+"""Domino: DFlash's backbone plus a GRU over the drafted tokens that corrects each slot's logits."""
 
 from dataclasses import dataclass, replace
 
@@ -17,30 +17,36 @@ from dloop_train.types import DraftStage, Labels, StageLoss, TargetSpec
 
 @dataclass(frozen=True, kw_only=True)
 class DominoShape(BlockShape):
-    """A Domino checkpoint."""
+    """Shape of a Domino checkpoint."""
 
     emb_dim: int
     """Width of the correction's bottleneck."""
     gru_hidden_dim: int
     pure_draft_prefix_len: int = 1
-    """Drafted tokens that go uncorrected."""
+    """Number of drafted tokens, from the first on, whose logits are not corrected."""
 
 
 @dataclass(kw_only=True)
 class DominoConfig(BlockConfig):
-    """Domino."""
+    """Settings of Domino."""
 
     gamma: float = 7.0
     emb_dim: int = 256
-    """Of a drafter from scratch."""
+    """Width of the correction's bottleneck, for a drafter from scratch."""
     gru_hidden_dim: int = 1024
-    """Of a drafter from scratch."""
+    """Hidden size of the GRU, for a drafter from scratch."""
     num_draft_tokens: int = 0
-    """Tokens drafted a stage; 0 is as many as the slots allow (SpecForge and SGLang leave the last slot unused)."""
+    """Tokens drafted per stage. 0 is the checkpoint's number, or as many as the slots allow.
+
+    SpecForge and SGLang leave the last slot unused.
+    """
     base_share: float = 0.0
-    """Weight of the uncorrected logits' loss at the start of training, falling linearly. Released weights have it behind them."""
+    """Weight of the loss of the uncorrected logits at the start of training; it falls linearly.
+
+    0 suits released weights, whose training is past that phase.
+    """
     base_until: float = 1.0
-    """Progress at which that weight reaches zero."""
+    """Share of the training, in (0, 1], after which that weight is zero."""
 
     family = "domino"
     unpaired = "Domino weights are released for Qwen3-4B and Qwen3-8B"
@@ -57,7 +63,8 @@ class DominoConfig(BlockConfig):
         most = replace(looped, num_draft_tokens=None).k
         check(
             self.num_draft_tokens <= most,
-            f"drafter.num_draft_tokens is {self.num_draft_tokens}, a block of {looped.width} slots drafts at most {most}",
+            f"drafter.num_draft_tokens is {self.num_draft_tokens}, "
+            f"a block of {looped.width} slots drafts at most {most}",
         )
         return replace(
             super().with_loop_settings(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens
@@ -79,7 +86,7 @@ class DominoConfig(BlockConfig):
 
 
 class Domino(TokenHeadDrafter):
-    """CE on the corrected logits, mixed with CE on the backbone's own while training is young."""
+    """Domino. The loss is cross-entropy of the corrected logits, at first mixed with that of the backbone's logits."""
 
     shape: DominoShape
 
@@ -95,7 +102,7 @@ class Domino(TokenHeadDrafter):
             nn.SiLU(),
             nn.Linear(shape.emb_dim, shape.draft_vocab_size, bias=False),
         )
-        # The first drafted tokens are the backbone's own.
+        # The first drafted tokens are uncorrected: `corrected` sets their codes to zero, and `expand` has no bias.
         self.uncorrected = shape.pure_draft_prefix_len
         self.register_buffer(
             "corrected", (torch.arange(shape.k) >= shape.pure_draft_prefix_len).float()[:, None], persistent=False
@@ -107,7 +114,7 @@ class Domino(TokenHeadDrafter):
         return F.silu(self.embed_proj[0](torch.cat([normed, memories], dim=-1))) * self.corrected.to(normed.dtype)
 
     def prepare(self, normed: Tensor) -> Tensor:
-        """The backbone's share of the bottleneck. [B, N, k, emb_dim]"""
+        """The backbone's part of the input to the bottleneck's activation. [B, N, k, D] -> [B, N, k, emb_dim]"""
         return F.linear(normed, self.embed_proj[0].weight[:, : self.shape.hidden_size])
 
     def start(self, anchors: Tensor) -> Tensor:
@@ -126,7 +133,7 @@ class Domino(TokenHeadDrafter):
         return self.embed_proj[2](codes)
 
     def start_head(self) -> None:
-        """Corrections start at nothing."""
+        """Corrections start at zero."""
         self.embed_proj[2].weight.zero_()
 
     def loss(self, stage: DraftStage, anchors: Tensor, labels: Labels, progress: float, *, max_rows: int) -> StageLoss:
@@ -159,7 +166,8 @@ class Domino(TokenHeadDrafter):
             2 * self.prefix_gru.weight_ih_l0.numel(),
             2 * self.prefix_gru.weight_hh_l0.numel(),
         )
-        # Embeddings, and the empty memory that the first slot starts from, have no gradient.
+        # Backward has the weights' gradients in all slots, and a memory's gradient in all but the first:
+        # embeddings are frozen, and the first slot starts from zeros.
         gru = self.k * Work(embedded + remembered, embedded + remembered) + (self.k - 1) * Work(0, remembered)
         return replace(
             plain, slots=gru + self.k * linear_work(self.embed_proj[0]), row=plain.row + linear_work(self.embed_proj[2])

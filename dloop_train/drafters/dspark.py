@@ -1,4 +1,4 @@
-"""DSpark: DFlash's backbone with a Markov head over the token before each slot, and a head that estimates acceptance."""
+"""DSpark: DFlash's backbone plus a Markov head over the previous token and a confidence head."""
 
 from dataclasses import dataclass, replace
 
@@ -19,13 +19,13 @@ HEADS = ("vanilla", "gated", "rnn")
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkShape(BlockShape):
-    """A DSpark checkpoint."""
+    """Shape of a DSpark checkpoint."""
 
     markov_rank: int
     markov_head_type: str = "vanilla"
     confidence: bool = True
     confidence_with_markov: bool = True
-    """The confidence head also reads the embedding of the token before."""
+    """Whether the confidence head also reads the Markov head's embedding of the token before."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -37,20 +37,23 @@ class DSparkShape(BlockShape):
 
 @dataclass(kw_only=True)
 class DSparkConfig(BlockConfig):
-    """DSpark."""
+    """Settings of DSpark."""
 
     alignment: str = "shifted"
     markov_rank: int = 256
-    """Of a drafter from scratch; so are the next three."""
+    """Rank of the Markov head. This and the next three settings are for drafters from scratch."""
     markov_head_type: str = "vanilla"
-    """vanilla: a bias of the token before. gated: let through by the slot's hidden state. rnn: of all tokens since the anchor."""
+    """vanilla: a bias that depends on the token before. gated: also on the slot's hidden state.
+
+    rnn: also on all earlier tokens since the anchor.
+    """
     confidence: bool = True
     confidence_with_markov: bool = True
     ce_weight: float = 0.1
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     detach_confidence: bool = False
-    """Keep the confidence loss from shaping the backbone and the Markov embedding."""
+    """Whether the confidence loss has no gradient to the backbone and the Markov embedding."""
 
     family = "dspark"
     reduced_format = "speculators_dspark"
@@ -66,7 +69,8 @@ class DSparkConfig(BlockConfig):
         )
         check(
             self.markov_rank >= 1,
-            f"drafter.markov_rank must be positive, got {self.markov_rank}; without a Markov head it is +drafter=dflash",
+            f"drafter.markov_rank must be positive, got {self.markov_rank}; "
+            "without a Markov head it is +drafter=dflash",
         )
         negative = [name for name in ("ce_weight", "l1_weight", "confidence_weight") if getattr(self, name) < 0]
         check(not negative, f"drafter.{negative} must not be negative")
@@ -89,7 +93,10 @@ class DSparkConfig(BlockConfig):
 
 
 class MarkovHead(nn.Module):
-    """A bias on the logits, of low rank, from the token before (and, by kind, from the slot's state and the earlier tokens)."""
+    """A low-rank bias on the logits from the token before.
+
+    The kinds gated and rnn also read the slot's hidden state, rnn also the earlier tokens of the stage.
+    """
 
     def __init__(self, shape: DSparkShape):
         super().__init__()
@@ -103,7 +110,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def code(self, normed: Tensor, embedded: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The code of slots [..., D] behind tokens embedded as [..., r], and the memory afterwards [..., r]."""
+        """Codes [..., r] of slots [..., D] after tokens embedded as [..., r], and the memory after them [..., r]."""
         if self.kind == "vanilla":
             return embedded, memory
         if self.kind == "gated":
@@ -114,7 +121,11 @@ class MarkovHead(nn.Module):
 
 
 class DSpark(TokenHeadDrafter):
-    """0.1 CE + 0.9 L1 against the target's distribution + BCE of the confidence with one minus half the L1."""
+    """DSpark. The loss is cross-entropy + L1 distance from the target's distribution + the confidence loss, weighted.
+
+    The confidence loss is binary cross-entropy with the acceptance probability (see TeacherLogits.acceptance), which
+    is one minus half the L1 distance if the vocabulary is not reduced.
+    """
 
     shape: DSparkShape
     vocabulary_rows = ("markov_head.markov_w2.weight",)
@@ -157,7 +168,7 @@ class DSpark(TokenHeadDrafter):
         return self.markov_head.markov_w2(codes)
 
     def start_head(self) -> None:
-        """Biases start at nothing; the embeddings that they are learnt over, at unit length."""
+        """Biases start at zero, embeddings at random values with a norm of about one."""
         nn.init.normal_(self.markov_head.markov_w1.weight, std=self.shape.markov_rank**-0.5)
         self.markov_head.markov_w2.weight.zero_()
 
@@ -200,8 +211,9 @@ class DSpark(TokenHeadDrafter):
         logits, (places, known) = self.draft_head.logits(normed) + self.expand(codes), self.drafted_ids(tokens)
         with torch.no_grad():
             target = self.teacher_logits(teacher.to(normed.dtype))
-        # The L1 distance is twice the total variation. Rows whose label or most likely token is outside a reduced vocabulary carry
-        # neither of the two; the confidence learns from all rows, since decoding asks it everywhere.
+        # The L1 distance is twice the total variation. Rows whose label or most likely token of the target is outside a
+        # reduced vocabulary have neither cross-entropy nor L1. The confidence is trained on all rows, since decoding
+        # may need it for any of them.
         losses, distance = row_losses(
             logits, places, target.kept, hard=self.settings.ce_weight, variation=2 * self.settings.l1_weight
         )
@@ -221,5 +233,6 @@ class DSpark(TokenHeadDrafter):
             plain,
             slots=self.k * (inner + confidence),
             row=plain.row + linear_work(head.markov_w2),
+            # The second term is two dot products of the distributions, for their distance.
             teacher=Work(2 * self.teacher_vocabulary * self.shape.target_hidden_size + 4 * self.shape.draft_vocab_size),
-        )  # and two products of the distributions, for their distance
+        )

@@ -1,4 +1,7 @@
-"""EAGLE-3: a one-layer chain drafter, with a Llama layer (SpecForge's layout) or the target's own kind of layer (DeepSpec's)."""
+"""EAGLE-3: a one-layer chain drafter, in SpecForge's layout or in DeepSpec's.
+
+SpecForge's layout has a Llama layer. DeepSpec's has a Gemma 4 layer for Gemma 4 targets and a Qwen3 layer for others.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,17 +24,17 @@ FORMATS = ("specforge_eagle3", "deepspec_eagle3")
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Shape(ChainShape):
-    """An EAGLE-3 checkpoint."""
+    """Shape of an EAGLE-3 checkpoint."""
 
     own_lm_head: bool
-    """A trained lm_head over the draft vocabulary (SpecForge); otherwise a frozen copy of the target's."""
+    """Whether it has a trained lm_head over the draft vocabulary (SpecForge); else the target's is used, frozen."""
     fc_norm: bool = False
-    """EAGLE-3.1: one norm a tap before fc."""
+    """EAGLE-3.1: one norm per tap before fc."""
     num_taps: int = 3
-    """How many taps a file reads that names none."""
+    """Number of taps, for files that do not list them."""
 
     def on(self, target: TargetSpec, taps: Sequence[int]) -> "Eagle3Shape":
-        """Official files name no taps: of three they mean the authors' own, of another number the caller's."""
+        """Official files list no taps. Three taps are the layers that the authors use, another number the caller's."""
         if self.taps:
             return self
         found = (1, target.num_layers // 2 - 1, target.num_layers - 4) if self.num_taps == 3 else tuple(taps)
@@ -44,12 +47,15 @@ class Eagle3Shape(ChainShape):
 
 @dataclass(kw_only=True)
 class Eagle3Config(ChainConfig):
-    """EAGLE-3."""
+    """Settings of EAGLE-3."""
 
     fc_norm: bool = False
     outside: str = "skip"
-    """Rows whose most likely token of the target is outside a reduced draft vocabulary: skip leaves them out of the loss (the released
-    recipe); train teaches the rest of the target's distribution there too."""
+    """Rows whose most likely token of the target is outside a reduced draft vocabulary.
+
+    skip: they have no loss (the released recipe). train: they have the loss of all other rows, with the target's
+    distribution renormalised to the draft vocabulary.
+    """
 
     family = "eagle3"
     reduced_format = "specforge_eagle3"
@@ -61,7 +67,8 @@ class Eagle3Config(ChainConfig):
         check(self.format in FORMATS, f"drafter.format of eagle3 must be one of {FORMATS}, got {self.format!r}")
         check(
             self.format == "specforge_eagle3" or not (self.draft_vocab_size or self.fc_norm),
-            f"drafter.draft_vocab_size and drafter.fc_norm belong to specforge_eagle3; the layout {self.format} has neither, leave them out",
+            f"drafter.draft_vocab_size and drafter.fc_norm belong to specforge_eagle3; the layout {self.format} has "
+            "neither, leave them out",
         )
         check(self.outside in ("skip", "train"), f"drafter.outside must be skip or train, got {self.outside!r}")
         check(self.layers == 1, f"eagle3 drafters have one layer, got drafter.layers={self.layers}")
@@ -89,7 +96,7 @@ class Eagle3Config(ChainConfig):
 
 
 class Eagle3(OwnKeysChain):
-    """Feeds back its pre-norm output."""
+    """EAGLE-3. It feeds back its output before the final norm."""
 
     shape: Eagle3Shape
     vocabulary_rows = ("lm_head.weight",)
@@ -108,7 +115,7 @@ class Eagle3(OwnKeysChain):
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False) if shape.own_lm_head else None
 
     def initialise(self, target: Target) -> None:
-        """The fused features start as the output of the deepest tap."""
+        """fc starts as the identity on the deepest tap, if the hidden sizes match."""
         width = self.shape.hidden_size
         if self.shape.target_hidden_size == width:
             self.fc.weight.zero_()
@@ -127,7 +134,7 @@ class Eagle3(OwnKeysChain):
         return self.fc(features)
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The raw hidden state, and the pair [embedding, hidden state], each behind its own norm."""
+        """The raw hidden state, and [embedding, hidden state], each after its own norm. -> [..., D] and [..., 2 D]"""
         layer = self.layers[0]
         return hidden, torch.cat([layer.input_layernorm(self.embed(tokens)), layer.hidden_norm(hidden)], dim=-1)
 

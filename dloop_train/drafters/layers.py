@@ -1,4 +1,4 @@
-"""Layers that drafters share: RMS norm, rotary positions, attention and the gated MLP of Llama, Qwen3, Qwen3.5 and Gemma 4."""
+"""Layers: norms, rotary positions, attention and MLP of Llama, Qwen3, Qwen3.5 and Gemma 4."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ from dloop_train.types import KV
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in at least fp32.
 
-    Forms differ in the product with the weight: `plain` (Llama, Qwen3) in the input's dtype, `precise` (Gemma 4) in fp32,
-    `zero_centred` (Qwen3.5) in fp32 with one plus the weight.
+    The forms differ in the product with the weight. `plain` (Llama, Qwen3): in the input's dtype.
+    `precise` (Gemma 4): in fp32. `zero_centred` (Qwen3.5): in fp32, with one plus the weight.
     """
 
     def __init__(self, size: int, eps: float, form: str = "plain"):
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
     @property
     def centre(self) -> float:
-        """What is added to the weight."""
+        """Number added to the weight."""
         return 1.0 if self.form == "zero_centred" else 0.0
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -34,18 +34,18 @@ class RMSNorm(nn.Module):
 
 
 def unit_rms(rows: Tensor, eps: float) -> Tensor:
-    """Rows of root mean square one, in at least fp32."""
+    """Rows scaled to a root mean square of one, in at least fp32."""
     precise = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return precise * torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def norm_of(sizes: LayerSizes, size: int) -> RMSNorm:
-    """A norm as this architecture has it."""
+    """A norm of this size, in the form that the architecture uses."""
     return RMSNorm(size, sizes.rms_norm_eps, sizes.parts.norm)
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding over the halves of a head, or of its first part."""
+    """Rotary position embedding that pairs the two halves of a head, or of its first part."""
 
     def __init__(self, size: int, rope: Rope):
         super().__init__()
@@ -54,18 +54,18 @@ class Rotary(nn.Module):
         if rope.kind == "llama3":
             frequencies = llama3_scaled(frequencies, dict(rope.scaling))
         if rope.kind == "proportional":
-            frequencies[int(rope.part * size // 2) :] = 0
-        # kept in float64 and outside the state dict: bf16 frequencies would move far positions
+            frequencies[int(rope.part * size // 2) :] = 0  # frequency 0: these dimensions are not rotated
+        # A plain attribute in float64: a buffer would be cast to bf16 with the module, which shifts distant positions.
         self.frequencies, self.turned, self.rope, self.size = frequencies, turned, rope, size
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions [...] -> [..., 1, half of what turns]"""
-        self.frequencies = self.frequencies.to(positions.device)  # moves once
+        """cos and sin of the angles at positions. [...] -> [..., 1, half of the rotated dimensions]"""
+        self.frequencies = self.frequencies.to(positions.device)  # copied at the first call only
         angles = positions[..., None, None].double() * self.frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def rotate(self, heads: Tensor, places: "RotaryPositions") -> Tensor:
-        """[..., H, E] at places [...]"""
+        """Rotate heads [..., H, E] by their positions [...]. Returns the same shape."""
         cos, sin = places.tables(self, heads.dtype)
         turned, still = heads[..., : self.turned], heads[..., self.turned :]
         first, second = turned.chunk(2, dim=-1)
@@ -74,7 +74,7 @@ class Rotary(nn.Module):
 
 
 class RotaryPositions:
-    """Positions [...] of rows, with the rotary tables that layers of one kind share."""
+    """Positions [...] of rows, with cached cos and sin tables that layers with the same rotary settings share."""
 
     def __init__(self, positions: Tensor):
         self.positions = positions
@@ -88,7 +88,7 @@ class RotaryPositions:
 
 
 def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
-    """Llama 3's stretching of the low frequencies (rope_type llama3 of transformers)."""
+    """Llama 3's scaling of the low frequencies (rope_type llama3 in transformers)."""
     factor, low, high, original = (
         scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
@@ -98,7 +98,10 @@ def llama3_scaled(frequencies: Tensor, scaling: dict) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections of one layer. `width` is the input's size (2 D for EAGLE-3); a layer with `lent_keys` has queries alone."""
+    """Attention of one layer. `width` is the size of its input (2 D for EAGLE-3).
+
+    With `lent_keys` it has no key and value projections and attends to keys and values of the target.
+    """
 
     def __init__(self, sizes: LayerSizes, width: int, *, lent_keys: bool = False):
         super().__init__()
@@ -126,7 +129,7 @@ class Attention(nn.Module):
             self.k_norm = norm_of(sizes, self.size) if parts.head_norms else nn.Identity()
 
     def project(self, rows: Tensor, places: RotaryPositions) -> KV:
-        """Keys and values of rows [..., width] at places [...]"""
+        """Keys and values of rows [..., width] at positions [...]. -> [..., G, E] each"""
         plain = self.k_proj(rows).unflatten(-1, (self.groups, self.size))
         values = plain if self.v_proj is None else self.v_proj(rows).unflatten(-1, (self.groups, self.size))
         if self.value_norm:
@@ -136,7 +139,10 @@ class Attention(nn.Module):
     def forward(
         self, rows: Tensor, places: RotaryPositions, context: KV, own: KV | None, context_mask: ContextMask
     ) -> Tensor:
-        """Rows [B, N, Q, width] attend to what they see of the context and to `own` (which holds these rows too)."""
+        """Rows [B, N, Q, width] attend to the context, as the mask allows, and to `own`. -> [B, N, Q, D]
+
+        `own` includes the keys and values of these rows, or is None.
+        """
         projected = self.q_proj(rows).unflatten(-1, (self.heads, -1))
         queries, gate = projected.chunk(2, dim=-1) if self.gated else (projected, None)
         queries = self.rotary.rotate(self.q_norm(queries), places)
@@ -145,7 +151,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated MLP: SwiGLU, or with Gemma's tanh form of GELU."""
+    """A gated MLP with SiLU (SwiGLU) or with Gemma's tanh approximation of GELU."""
 
     def __init__(self, sizes: LayerSizes):
         super().__init__()
@@ -162,7 +168,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer under the public tensor names. Drafters differ in what enters its attention; what follows is the same for all."""
+    """A decoder layer with the public tensor names. Drafters differ in the input of its attention only."""
 
     def __init__(self, sizes: LayerSizes, width: int, *, lent_keys: bool = False):
         super().__init__()
@@ -183,4 +189,4 @@ class DecoderLayer(nn.Module):
             return rows + self.mlp(self.post_attention_layernorm(rows))
         rows = rows + self.post_attention_layernorm(mixed)
         rows = rows + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(rows)))
-        return rows * self.layer_scalar.to(rows.dtype)  # DeepSpeed leaves buffers in fp32
+        return rows * self.layer_scalar.to(rows.dtype)  # cast, since DeepSpeed leaves buffers in fp32

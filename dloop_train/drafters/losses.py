@@ -1,4 +1,4 @@
-"""Losses: sums over rows of logits that are never all held at once. Each family mixes its own from these."""
+"""Losses: sums over rows, in chunks, so that the logits of all rows never exist at once."""
 
 from collections.abc import Callable
 
@@ -12,9 +12,11 @@ from dloop_train.types import Labels, StageLoss
 
 
 class _GradientInForward(torch.autograd.Function):
-    """Sums of a row loss over chunks, whose gradients are taken while the logits of a chunk exist: nothing of V columns survives, nothing is recomputed.
+    """The sum of a row loss over chunks, with gradients computed in the forward pass while a chunk's logits exist.
 
-    Differentiable are the rows and the trained weights of the head; the latter's gradient is added up in at least fp32.
+    No tensor with V columns is kept for the backward pass, and nothing is recomputed.
+    Differentiable with respect to the rows and the trained head weights; the latter's gradients are summed in at least
+    fp32.
     """
 
     @staticmethod
@@ -32,7 +34,7 @@ class _GradientInForward(torch.autograd.Function):
                 for row, needed in zip(rows, wanted, strict=True)
             ]
             with torch.enable_grad():
-                # as views: hooks on modules, such as a FLOP counter's, cannot take leaves here
+                # Views, since module hooks such as a FLOP counter's fail on leaves here.
                 loss, measured = function(*(row.view_as(row) for row in part))
             asked = [row for row, needed in zip(part, wanted, strict=True) if needed]
             gradients = torch.autograd.grad(loss, [*asked, *learned], allow_unused=True, materialize_grads=True)
@@ -57,10 +59,12 @@ class _GradientInForward(torch.autograd.Function):
 def over_rows(
     function: Callable, rows: tuple[Tensor, ...], chunk: int, *, head_weights: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """(sum of losses, sum of metrics) of function(*rows) in chunks of rows; `head_weights` are the parameters that the function reads, trained or not.
+    """Sum of losses and sum of metrics of function(*rows), in chunks of `chunk` rows.
 
-    Where ZeRO-3 has divided the head's weights each chunk gathers them, so that all ranks run as many, empty ones at the end.
-    There the weights are whole inside the function alone: trained ones are recomputed chunk by chunk in the backward pass.
+    `head_weights` are the parameters that the function uses, trained or not.
+    If ZeRO-3 has partitioned them, each chunk gathers them, so all ranks run the same number of chunks: those with
+    fewer rows run empty chunks at the end.
+    Partitioned weights are complete inside the function only, so each chunk is recomputed in the backward pass.
     """
     chunks = max(-(-len(rows[0]) // chunk), 1)
     if any(divided(weight) for weight in head_weights):
@@ -80,7 +84,7 @@ def over_rows(
 
 
 def divided(tensor: Tensor) -> bool:
-    """Whether ZeRO-3 has divided a weight over the ranks, which DeepSpeed notes on it."""
+    """Whether ZeRO-3 has partitioned a weight over the ranks. DeepSpeed sets ds_id on such weights."""
     return hasattr(tensor, "ds_id")
 
 
@@ -94,15 +98,15 @@ def stage_loss(
     head_weights: tuple[Tensor, ...] = (),
     extra: tuple[Tensor, ...] = (),
 ) -> StageLoss:
-    """A weighted sum over the supervised slots alone; `hidden` is [B, N, k, D].
+    """Weighted sum of a row loss over the supervised slots only. `hidden` is [B, N, k, D].
 
-    function(hidden [R, D], tokens [R], teacher [R, D], weights [R], slots [R], *rows of extra [B, N, k, ...]) -> (loss sum,
-    [2 k + 1] metrics: correct by slot, counted by slot, plain loss).
+    function(hidden [R, D], tokens [R], teacher [R, D], weights [R], slots [R], *rows of extra [B, N, k, ...])
+    -> (loss sum, metrics [2 k + 1]: correct by slot, counted by slot, unweighted loss).
     """
     weights = labels.mask * slot_weights.to(labels.mask)  # [B, N, k]
     slots = torch.arange(hidden.shape[2], device=hidden.device).expand(labels.mask.shape)
     picked = labels.mask > 0
-    if not picked.any():  # one row of weight zero: every rank runs every parameter and reports every metric
+    if not picked.any():  # one row of weight zero, so that every rank uses all parameters and has all metrics
         picked[0, 0, 0] = True
     rows = (hidden, labels.tokens, labels.teacher, weights, slots, *extra)
     total, metrics = over_rows(function, tuple(each[picked] for each in rows), max_rows, head_weights=head_weights)
@@ -117,7 +121,7 @@ def stage_loss(
 
 
 def by_slot(correct: Tensor, slots: Tensor, k: int, losses: Tensor) -> Tensor:
-    """Metrics of rows as one vector that adds up over chunks. [2 k + 1]"""
+    """Metrics of rows as one vector, to be summed over chunks: correct by slot, counted by slot, loss. [2 k + 1]"""
     counts = torch.bincount(slots, minlength=k).float()
     return torch.cat(
         [
@@ -129,23 +133,24 @@ def by_slot(correct: Tensor, slots: Tensor, k: int, losses: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, tokens: Tensor, known: Tensor | None = None) -> Tensor:
-    """Whether each token is the one that argmax picks; `known` says which tokens have a column. [R, V] and [R] -> [R] bool
+    """Whether each token is the argmax of its row. `known` marks tokens that have a column. [R, V] and [R] -> [R] bool
 
-    A CPU takes several times longer for argmax than for the maximum, so that only rows that may be hits pay for it.
+    On a CPU argmax takes several times longer than the maximum, so it is computed only for rows whose token has the
+    largest logit.
     """
     rows = logits.detach()
     largest = rows.gather(1, tokens[:, None])[:, 0] == rows.amax(-1)
     largest = largest if known is None else largest & known
     hit = largest.clone()
-    hit[largest] = most_likely(rows[largest]) == tokens[largest]  # of equal logits only one is picked
+    hit[largest] = most_likely(rows[largest]) == tokens[largest]  # argmax is one of several equal logits
     return hit
 
 
 class _RowLosses(torch.autograd.Function):
-    """hard x cross-entropy + soft x cross-entropy against the teacher + variation x total variation, in one pass over the rows.
+    """hard x cross-entropy + soft x cross-entropy with the teacher + variation x total variation, for each row.
 
-    The gradient is made in the forward, in place of the probabilities: with the logits and the teacher's, at most WIDE
-    tensors of [R, V] are alive.
+    The gradient is computed in the forward pass, in the memory of the probabilities.
+    At most WIDE tensors of [R, V] exist at once, the logits and the teacher's included.
     """
 
     @staticmethod
@@ -164,6 +169,7 @@ class _RowLosses(torch.autograd.Function):
             ours = dot(sign, student)
             distance = (ours - dot(sign, teacher_probability)) / 2
             losses += variation * distance
+            # d total variation / d logits = student x (sign - sum of sign x student) / 2
             gradient = sign.sub_(ours[:, None]).mul_(variation / 2).add_(hard + soft).mul_(student)
         else:
             gradient = student.mul_(hard + soft)
@@ -178,12 +184,12 @@ class _RowLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, _):
-        # in place: it is asked for once
+        # In place, since backward runs once.
         return ctx.saved_tensors[0].mul_(upstream[:, None]).to(ctx.dtype), None, None, None, None, None
 
 
 WIDE = 6
-"""Tensors of [rows, V] in at least fp32 that a row loss holds at once, forward or backward: at most."""
+"""Largest number of [rows, V] tensors in at least fp32 that a row loss holds at once, forward or backward."""
 
 
 def row_losses(
@@ -195,19 +201,20 @@ def row_losses(
     soft: float = 0.0,
     variation: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """A mixture of hard cross-entropy, soft cross-entropy against the teacher's distribution and total variation; and the latter by itself.
+    """Weighted sum of hard cross-entropy, soft cross-entropy and total variation, and total variation by itself.
 
-    Total variation is half the L1 distance of the two distributions: how often rejection sampling would refuse. [R, V], [R],
-    [R, V] -> [R] twice, in at least fp32; to be differentiated once.
+    Soft cross-entropy and total variation compare with the teacher's distribution. Total variation is half the L1
+    distance: the probability that rejection sampling rejects. The second result is zero if `variation` is zero.
+    Logits [R, V], tokens [R], teacher [R, V] -> [R] twice, in at least fp32. Can be differentiated once.
     """
     return _RowLosses.apply(logits, tokens, teacher, hard, soft, variation)
 
 
 def only(losses: Tensor, rows: Tensor | None) -> Tensor:
-    """Losses [R] of these rows (bool [R], None: all); the others' are zero, with no gradient."""
+    """Losses [R] of these rows (bool [R], None: all). The losses of all others are zero and have no gradient."""
     return losses if rows is None else losses.masked_fill(~rows, 0.0)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row, without a product of their size. [R, V] twice -> [R]"""
+    """Dot product of each row, without an elementwise product of size [R, V] in memory. [R, V] twice -> [R]"""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]

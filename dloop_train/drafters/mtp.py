@@ -1,4 +1,4 @@
-"""MTP: the one-layer chain drafter that Qwen3.5 carries in its own checkpoint, fed with the target's normed hidden state."""
+"""MTP: the one-layer chain drafter of Qwen3.5 checkpoints, fed with the last hidden state."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from dloop_train.types import FeatureSpec, TargetSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MTPShape(ChainShape):
-    """An MTP module; its config.json is the target's own."""
+    """Shape of an MTP module. Its config.json is the target's."""
 
     @property
     def feature_spec(self) -> FeatureSpec:
@@ -29,7 +29,7 @@ class MTPShape(ChainShape):
 
 @dataclass(kw_only=True)
 class MTPConfig(ChainConfig):
-    """Qwen3.5's MTP module."""
+    """Settings of Qwen3.5's MTP module."""
 
     tokens_per_stage: int = 3
 
@@ -63,7 +63,7 @@ class MTPConfig(ChainConfig):
 
 
 class MTP(OwnKeysChain):
-    """Feeds back its post-norm output, which is also what the target's lm_head reads."""
+    """Qwen3.5's MTP module. It feeds back its output after its final norm, which the target's lm_head reads too."""
 
     def __init__(self, shape: MTPShape, head: TargetHead | None, *, k: int, decay: float):
         super().__init__(shape, head, k=k, decay=decay)
@@ -73,14 +73,14 @@ class MTP(OwnKeysChain):
         self.layers.append(DecoderLayer(sizes, width))
 
     def initialise(self, target: Target) -> None:
-        """The layer starts on the sum of both halves."""
+        """fc starts as the sum of embedding and hidden state."""
         self.fc.weight.copy_(torch.cat([torch.eye(self.shape.hidden_size)] * 2, dim=1))
 
     def project_features(self, features: Tensor) -> Tensor:
         return features
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding first, hidden state second."""
+        """fc reads [embedding, hidden state], in this order, each after its own norm. -> [..., D] twice"""
         pair = torch.cat([self.pre_fc_norm_embedding(self.embed(tokens)), self.pre_fc_norm_hidden(hidden)], dim=-1)
         rows = self.fc(pair)
         return rows, self.layers[0].input_layernorm(rows)
@@ -89,7 +89,7 @@ class MTP(OwnKeysChain):
         return self.norm(hidden)
 
     def fuse_work(self) -> Work:
-        return linear_work(self.fc)  # behind trained norms, unlike a fc that reads features as they come
+        return linear_work(self.fc)  # with gradients of its inputs, since the norms before fc are trained
 
     def pair_up_work(self) -> Work:
         return linear_work(self.fc)

@@ -1,4 +1,4 @@
-"""MTP assistant: Gemma 4's chain drafter, whose queries read the target's own keys and values, frozen during a round."""
+"""MTP assistant: Gemma 4's chain drafter, whose queries attend to the target's keys and values."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ POSITIONS = ("last_kv", "bonus")
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantShape(ChainShape):
-    """An assistant checkpoint."""
+    """Shape of an assistant checkpoint."""
 
     @property
     def feature_spec(self) -> FeatureSpec:
@@ -27,19 +27,22 @@ class AssistantShape(ChainShape):
 
     @property
     def readers(self) -> tuple[LayerSizes, LayerSizes]:
-        """A layer that attends to the target's sliding keys and one that attends to its full ones; any layer where a kind is missing."""
+        """The first layer that attends to the target's sliding-window keys, and the first for its full-attention keys.
+
+        If all layers are of one kind, the first layer is used for the missing kind.
+        """
         sliding = [layer for layer in self.layers if layer.window is not None] or self.layers
         full = [layer for layer in self.layers if layer.window is None] or self.layers
         return sliding[0], full[0]
 
     @property
     def shared_kv(self) -> tuple[tuple[int, int, int | None], ...]:
-        """(groups, size, window) of the keys that sliding layers and full layers attend to."""
+        """(groups, head size, window) of the target keys that sliding-window and full-attention layers attend to."""
         return tuple((layer.num_key_value_heads, layer.head_dim, layer.window) for layer in self.readers)
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Rotary positions of those keys: queries must turn as the target's keys have turned."""
+        """Rotary settings of those keys. Queries must be rotated in the same way as the target's keys."""
         return tuple(layer.rope for layer in self.readers)
 
     def expected_fields(self, target: TargetSpec, taps) -> dict:
@@ -52,18 +55,21 @@ class AssistantShape(ChainShape):
 
 @dataclass(kw_only=True)
 class AssistantConfig(ChainConfig):
-    """Gemma 4's assistant."""
+    """Settings of Gemma 4's assistant."""
 
     tokens_per_stage: int = 4
     layers: int = 4
     hidden_size: int = 256
-    """D of an assistant from scratch."""
+    """Hidden size D of an assistant from scratch."""
     intermediate_size: int = 0
     """Width of the feed-forward layers of an assistant from scratch; 0 is four times hidden_size."""
     draft_position: str = "last_kv"
-    """RoPE position of all passes of a round: last_kv is the newest known row, bonus the anchor's. Engines disagree."""
+    """Rotary position of all passes of a round. last_kv: the last known row, origin - 1. bonus: the anchor's.
+
+    Serving engines differ in this.
+    """
     train_embedding: bool = False
-    """Train the drafter's own embedding, which is its lm_head alone."""
+    """Whether the drafter's own embedding, which serves only as its lm_head, is trained."""
 
     family = "mtp_assistant"
     unpaired = "assistants are released for Gemma 4 alone"
@@ -91,10 +97,15 @@ class AssistantConfig(ChainConfig):
         return replace(super().as_exported(section), draft_position=section.get("draft_position", self.draft_position))
 
     def shape(self, target: TargetSpec, taps: list[int]) -> AssistantShape:
-        """All but the last layer attend to the target's last sliding layer, the last one to its last full one."""
+        """The shape of an assistant from scratch.
+
+        Its last layer attends to the target's last full-attention layer, all others to its last sliding-window layer.
+        Raises ValueError if the target has no layer of softmax attention.
+        """
         check(
             bool(target.shared_kv),
-            f"an assistant reads the target's keys and values, and {target.name} has no layer of softmax attention; choose another drafter",
+            f"an assistant reads the target's keys and values, and {target.name} has no layer of softmax attention; "
+            "choose another drafter",
         )
         sliding, full = target.shared_kv
         layers = (self.layer_on(target, sliding),) * (self.layers - 1) + (self.layer_on(target, full),)
@@ -139,9 +150,10 @@ class AssistantConfig(ChainConfig):
 
 
 class Assistant(ChainDrafter):
-    """Pass s pairs the newest token with the state that the pass before projected back to the target's width.
+    """Each pass reads the newest token and the state of the pass before, projected to the target's width.
 
-    It has no keys of its own: a round's drafts are remembered in the fed state alone, and its position stands still.
+    It has no keys of its own: earlier drafted tokens of a round reach a pass only through the fed-back state.
+    All passes of a round have the same position.
     """
 
     shape: AssistantShape
@@ -160,18 +172,21 @@ class Assistant(ChainDrafter):
         self.position = position
         self.pre_projection = nn.Linear(2 * shape.target_hidden_size, shape.hidden_size, bias=False)
         self.post_projection = nn.Linear(shape.hidden_size, shape.target_hidden_size, bias=False)
-        self.embed_tokens = nn.Linear(
-            shape.hidden_size, shape.vocab_size, bias=False
-        )  # an embedding's table, used as the lm_head alone
+        # An embedding table by its public name, used as the lm_head only.
+        self.embed_tokens = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.embed_tokens.weight.requires_grad_(train_embedding)
         self.layers.extend(DecoderLayer(sizes, shape.hidden_size, lent_keys=True) for sizes in shape.layers)
 
     def initialise(self, target: Target) -> None:
-        """Its embedding starts as the target's in the D directions that tell most of it, and its states in the same directions."""
+        """Embedding and projections start from the D principal directions of the target's lm_head.
+
+        Raises ValueError if drafter.hidden_size is larger than the target's.
+        """
         ours, theirs = self.shape.hidden_size, self.shape.target_hidden_size
         check(
             ours <= theirs,
-            f"an assistant from scratch starts from the target's embedding, so drafter.hidden_size may be at most {theirs}, got {ours}",
+            "an assistant from scratch starts from the target's embedding, so drafter.hidden_size may be at most "
+            f"{theirs}, got {ours}",
         )
         table = target.lm_head.weight.double()
         _, directions = torch.linalg.eigh(table.T @ table)
@@ -181,7 +196,10 @@ class Assistant(ChainDrafter):
         self.post_projection.weight.copy_(directions)
 
     def context_kv(self, context: Context) -> tuple[tuple[KV, ...], Tensor]:
-        """The target's own keys and values: of its last sliding layer, of its last full one; and its normed hidden state."""
+        """Keys and values of the target's last sliding-window layer and of its last full-attention layer.
+
+        The projected features are the target's last hidden state, after its final norm.
+        """
         *lent, hidden = context.features.split(self.row_parts(), dim=-1)
         rows = [
             part.unflatten(-1, (groups, size))
@@ -190,6 +208,7 @@ class Assistant(ChainDrafter):
         return (KV(rows[0], rows[1]), KV(rows[2], rows[3])), hidden
 
     def row_parts(self) -> list[int]:
+        """Widths of the parts of a feature row: keys and values of two layers, then the last hidden state."""
         widths = [groups * size for groups, size, _ in self.shape.shared_kv for _ in range(2)]
         return [*widths, self.shape.target_hidden_size]
 

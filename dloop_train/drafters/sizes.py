@@ -1,4 +1,4 @@
-"""Sizes: what a config.json says of decoder layers, in the words of each architecture, and how it is written back."""
+"""Sizes: reads and writes the keys of a config.json that describe decoder layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,21 +10,21 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Parts:
-    """What the layers of one architecture have that others lack."""
+    """Features in which the layers of the architectures differ."""
 
     head_norms: bool = False
-    """Norms on queries and keys, head by head."""
+    """Norms on queries and keys, per head."""
     norm: str = "plain"
     """plain | precise | zero_centred: see RMSNorm."""
     activation: str = "silu"
     sandwich: bool = False
-    """Norms behind attention and MLP too, and a scalar that multiplies the layer's output."""
+    """Norms also after attention and MLP, and a scalar that multiplies the layer's output."""
     value_norm: bool = False
     """A norm without weight on the values."""
     unit_scale: bool = False
-    """Attention scores are not divided by the root of the head size."""
+    """Attention scores are not divided by the square root of the head size."""
     output_gate: bool = False
-    """The query projection also says, through a sigmoid, how much of each head's output passes."""
+    """The query projection has a second half, whose sigmoid multiplies the output of the heads."""
 
 
 ARCHITECTURES = {
@@ -39,32 +39,32 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of a layer."""
+    """Rotary settings of a layer."""
 
     theta: float
     kind: str = "default"
-    """default | llama3 | proportional (the frequencies of a whole head, of which only the first part turns)."""
+    """default | llama3 | proportional (frequencies spaced over the whole head, only the first part is rotated)."""
     part: float = 1.0
-    """Share of a head that turns (partial_rotary_factor)."""
+    """Share of a head that is rotated (partial_rotary_factor)."""
     scaling: tuple[tuple[str, float], ...] = ()
-    """Llama 3's numbers."""
+    """Llama 3's scaling parameters, as (name, value)."""
 
     def turned(self, size: int) -> int:
-        """Dimensions of a head that frequencies are laid out over."""
+        """Number of dimensions of a head over which the frequencies are spaced."""
         return size if self.kind == "proportional" else int(size * self.part)
 
     def public(self) -> dict:
-        """As the rope_parameters of a config.json."""
+        """The rope_parameters of a config.json."""
         part = {} if self.part == 1.0 else {"partial_rotary_factor": self.part}
         return {"rope_theta": self.theta, "rope_type": self.kind, **part, **dict(self.scaling)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """One decoder layer."""
+    """Sizes and settings of one decoder layer."""
 
     architecture: str
-    """Which of ARCHITECTURES."""
+    """A key of ARCHITECTURES."""
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -75,20 +75,22 @@ class LayerSizes:
     max_position_embeddings: int
     attention_bias: bool = False
     keys_are_values: bool = False
-    """Gemma's k = v: values are the key projection's output."""
+    """Gemma's k = v: the values are the output of the key projection."""
     window: int | None = None
     """Tokens that a query sees, itself included; None for all."""
     causal: bool = False
-    """Slots of a block see only those before them."""
+    """Slots of a block do not see the slots after them."""
 
     def __post_init__(self):
         check(
             self.num_attention_heads % self.num_key_value_heads == 0,
-            f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads {self.num_key_value_heads}",
+            f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
+            f"{self.num_key_value_heads}",
         )
         check(
             self.rope.turned(self.head_dim) % 2 == 0,
-            f"rotary positions turn pairs; of head_dim {self.head_dim} they would turn {self.rope.turned(self.head_dim)}",
+            f"rotary positions turn pairs; of head_dim {self.head_dim} they would turn "
+            f"{self.rope.turned(self.head_dim)}",
         )
         check(self.window is None or self.window >= 1, f"sliding_window must be positive, got {self.window}")
 
@@ -103,9 +105,10 @@ class LayerSizes:
 def read_layers(
     config: dict, architecture: str, kinds: Sequence[str], *, causal: bool | None = None
 ) -> tuple[LayerSizes, ...]:
-    """A layer for each kind (full_attention | sliding_attention), from a config.json of transformers 4 or 5.
+    """One layer for each kind (full_attention | sliding_attention), from a config.json of transformers 4 or 5.
 
-    `causal` is what the file says of blocks; None means the usual: sliding layers are causal, full ones are not.
+    `causal` is the file's setting for blocks. None is the default: sliding layers are causal, full ones are not.
+    Raises ValueError if a key is missing or a value is not supported.
     """
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     wanted = ARCHITECTURES[architecture].activation
@@ -119,7 +122,7 @@ def read_layers(
 
 
 def required(config: dict, *keys: str) -> None:
-    """Name the keys that a config.json must have and lacks."""
+    """Raise ValueError if a config.json lacks some of these keys."""
     lacking = [key for key in keys if config.get(key) is None]
     check(not lacking, f"config.json has no {', '.join(lacking)}; take the file that came with the weights")
 
@@ -156,7 +159,10 @@ def window_of(config: dict) -> int | None:
 
 
 def own_sizes(config: dict, kind: str) -> dict:
-    """Head sizes of a Gemma 4 layer: its full layers differ, in global_ keys (transformers 5.10) or in per_layer_config (later)."""
+    """The config with the head sizes of a Gemma 4 layer of this kind.
+
+    Full-attention layers have their own sizes, in global_ keys (transformers 5.10) or in per_layer_config (later).
+    """
     if kind == SLIDING:
         return config
     kinds = config.get("layer_types") or []
@@ -169,7 +175,10 @@ def own_sizes(config: dict, kind: str) -> dict:
 
 
 def read_rope(config: dict, kind: str = FULL) -> Rope:
-    """rope_theta and scaling, flat, nested or by layer type. What is missing or contradicts is an error: it would only cost acceptance."""
+    """Rotary settings from rope_theta and scaling, which may be flat, nested or by layer type.
+
+    Raises ValueError for missing or contradictory values, since wrong ones would only lower acceptance.
+    """
     nested, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     nested = nested.get(kind) or nested
     flat, inner = config.get("rope_theta"), nested.get("rope_theta")
@@ -185,7 +194,8 @@ def read_rope(config: dict, kind: str = FULL) -> Rope:
     kinds = {place.get("rope_type") or place.get("type") for place in (scaling, nested)} - {None}
     check(
         len(kinds) <= 1,
-        f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; keep the one that the weights were trained with",
+        f"config.json has rope_scaling and rope_parameters of different types: {sorted(kinds)}; "
+        "keep the one that the weights were trained with",
     )
     named = next(iter(kinds), "default")
     check(
@@ -198,13 +208,13 @@ def read_rope(config: dict, kind: str = FULL) -> Rope:
         else ()
     )
     required(nested | scaling, *numbers)
-    # The inner factor counts: transformers 5.17 also writes its class's own default at the top level.
+    # The nested factor has priority: transformers 5.17 also writes its class's default at the top level.
     part = nested.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     return Rope(float(theta), named, float(part), tuple((name, (nested | scaling)[name]) for name in numbers))
 
 
 def architecture_of(text_config: dict) -> str:
-    """Which layers a target has."""
+    """The architecture of a target's layers, a key of ARCHITECTURES. Raises ValueError if there is none."""
     for name in ("qwen3_5", "gemma4", "qwen3", "llama"):
         if text_config["model_type"].startswith(name):
             return name
@@ -214,14 +224,13 @@ def architecture_of(text_config: dict) -> str:
 
 
 def layers_for(text_config: dict, architecture: str, count: int) -> tuple[LayerSizes, ...]:
-    """Layers of a drafter from scratch: as large as the target's full-attention layers, built as `architecture` builds them."""
+    """Layers of a drafter from scratch: of this architecture, with the sizes of the target's full-attention layers."""
     if architecture == architecture_of(text_config):
         return read_layers(text_config, architecture, [FULL] * count)
     rope = read_rope(text_config)
     foreign = text_config | {"hidden_act": ARCHITECTURES[architecture].activation, "hidden_activation": None}
-    rope = replace(
-        rope, kind="llama3" if rope.kind == "llama3" else "default", part=1.0
-    )  # a part of a head turns only in the target's own layers
+    # Only the target's own architecture rotates a part of a head.
+    rope = replace(rope, kind="llama3" if rope.kind == "llama3" else "default", part=1.0)
     return tuple(replace(layer, rope=rope) for layer in read_layers(foreign, architecture, [FULL] * count))
 
 
@@ -252,7 +261,7 @@ def common_sizes(layers: Sequence[LayerSizes]) -> dict:
 
 
 def plain_sizes(layers: Sequence[LayerSizes]) -> dict:
-    """Llama's and Qwen's keys, rope both flat (transformers 4, serving engines) and nested (transformers 5)."""
+    """Keys of Llama and Qwen, with RoPE both flat (transformers 4, serving engines) and nested (transformers 5)."""
     first = layers[0]
     rope = first.rope.public()
     scaling = (
@@ -274,7 +283,7 @@ def plain_sizes(layers: Sequence[LayerSizes]) -> dict:
 
 
 def gemma4_sizes(layers: Sequence[LayerSizes]) -> dict:
-    """Gemma 4's keys, the full layers' sizes in global_ keys (transformers 5.10, which DeepSpec pins)."""
+    """Keys of Gemma 4. Sizes of full layers are in global_ keys, as in transformers 5.10, which DeepSpec pins."""
     full = [layer for layer in layers if layer.window is None] or list(layers)
     sliding = [layer for layer in layers if layer.window is not None] or full
     ropes = {

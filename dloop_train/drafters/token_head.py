@@ -1,4 +1,4 @@
-"""Token heads: block drafters whose slots also hear the tokens drafted before them, through a light head on one backbone pass."""
+"""Token heads: small heads that correct each slot's logits by the tokens drafted before it."""
 
 from typing import Any
 
@@ -12,34 +12,35 @@ from dloop_train.types import DraftStage
 
 
 class TokenHeadDrafter(BlockDrafter):
-    """Logits of a slot are the backbone's plus a correction, `expand` of a code that depends on the slot and on the tokens before it.
+    """A block drafter whose logits are the backbone's plus a correction for each slot.
 
-    The head restarts with every stage's anchor. What is drafted after token j - 1 hears [anchor, tokens 0 .. j - 1].
+    The correction is `expand` of a code, which depends on the slot and on the tokens before it.
+    The head starts again with the anchor of each stage: token j depends on [anchor, tokens 0 .. j - 1].
     """
 
     uncorrected = 0
-    """Slots, from the first on, whose code is nothing: their logits are the backbone's."""
+    """Number of slots, from the first on, whose code is zero: their logits are the backbone's."""
 
     # What a family implements
 
     def codes(self, normed: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor:
-        """Codes of all slots when the block says `tokens` [B, N, k]. [B, N, k, D] -> [B, N, k, r]"""
+        """Codes of all slots for a block of `tokens` [B, N, k]. [B, N, k, D] -> [B, N, k, r]"""
         raise NotImplementedError
 
     def prepare(self, normed: Tensor) -> Any:
-        """Whatever of the codes depends on the backbone alone, for all slots at once."""
+        """The part of the codes that depends on the backbone only, for all slots at once."""
         raise NotImplementedError
 
     def start(self, anchors: Tensor) -> Any:
-        """What the head remembers behind the anchor."""
+        """The head's memory after the anchors [B, N]."""
         raise NotImplementedError
 
     def code(self, prepared: Any, slot: int, memory: Any) -> tuple[Tensor, Any]:
-        """The code of one slot [B, N, r], and the memory once the head has seen this slot."""
+        """The code of one slot [B, N, r], and the memory after this slot."""
         raise NotImplementedError
 
     def update_memory(self, memory: Any, tokens: Tensor) -> Any:
-        """The memory behind one more token [B, N]."""
+        """The memory after one more token [B, N]."""
         raise NotImplementedError
 
     def expand(self, codes: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class TokenHeadDrafter(BlockDrafter):
         self.start_head()
 
     def normed(self, stage: DraftStage) -> Tensor:
-        """The drafted slots as the lm_head reads them. [B, N, k, D]"""
+        """Hidden states of the drafted slots after the final norm, as the lm_head reads them. [B, N, k, D]"""
         return self.norm(stage.hidden[:, :, stage.predicts])
 
     def draft_tokens(self, stage: DraftStage, anchors: Tensor, pick: Pick) -> Tensor:
@@ -71,5 +72,5 @@ class TokenHeadDrafter(BlockDrafter):
 
 
 def before(anchors: Tensor, tokens: Tensor) -> Tensor:
-    """The token in front of each drafted one. [B, N] and [B, N, k] -> [B, N, k]"""
+    """The token before each drafted one. [B, N] and [B, N, k] -> [B, N, k]"""
     return torch.cat([anchors[..., None], tokens[..., :-1]], dim=-1)

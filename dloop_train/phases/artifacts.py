@@ -1,4 +1,4 @@
-"""Artifacts: which settings shape the responses, the features and a run, and so their keys."""
+"""Artifacts: the settings that determine the responses, the features and a run, and so their keys."""
 
 import json
 from dataclasses import asdict
@@ -12,10 +12,10 @@ from dloop_train.types import FeatureSpec
 
 
 def target_settings(config: Config) -> dict:
-    """What of the target changes its text."""
+    """The settings of the target that change its text."""
     target = asdict(config.target)
     shaping = ("name", "source", "path", "revision", "thinking", "stop_ids", "dtype")
-    # Elsewhere `config` only tells a dry run the sizes.
+    # Only random targets are built from `config`; for others it only gives a dry run their sizes.
     return {key: target[key] for key in shaping} | {
         "config": target["config"] if config.target.source == "random" else {}
     }
@@ -25,7 +25,8 @@ def responses(config: Config) -> Artifact:
     """The training prompts' answers."""
     generate = {name: value for name, value in asdict(config.generate).items() if not name.startswith("greedy_")}
     if isinstance(config.responder, Remote):
-        generate.pop("batch_size")  # here bf16 sums depend on who stands in a batch, there nobody knows
+        # Local bf16 sums depend on what else is in the batch; servers form batches of their own.
+        generate.pop("batch_size")
     return Artifact(
         config.root / "responses",
         {
@@ -39,11 +40,13 @@ def responses(config: Config) -> Artifact:
 
 
 def greedy(config: Config) -> Artifact:
-    """The validation and test prompts' greedy answers, in the dtype that is evaluated. A key of their own: more of them, or others, leave the training as it is."""
+    """The greedy answers to the validation and test prompts, in the dtype of the evaluation.
+
+    They have a key of their own, so that a change of their number or settings does not change the training's data.
+    """
     target = target_settings(config) | {"dtype": config.evaluate.dtype}
-    prompts = {
-        name: value for name, value in config.prompts.settings().items() if name != "limit"
-    }  # it cuts training prompts alone
+    # prompts.limit limits the training prompts only.
+    prompts = {name: value for name, value in config.prompts.settings().items() if name != "limit"}
     generate = {
         name: value
         for name, value in asdict(config.generate).items()
@@ -53,7 +56,7 @@ def greedy(config: Config) -> Artifact:
 
 
 def greedy_responses(config: Config, split: str) -> Rows[Response]:
-    """The greedy answers of validation or test."""
+    """The greedy answers of the split `validation` or `test`."""
     artifact = greedy(config)
     artifact.facts()
     return read_responses(artifact.folder, split)
@@ -63,7 +66,8 @@ def features(config: Config) -> Artifact:
     wanted = feature_spec(config)
     others = {name: True for name in ("shared_kv", "last_hidden") if getattr(wanted, name)}
     if config.features.source == "online":
-        others["source"] = "online"  # never on disk: other sums in bf16 than a store's, so another training
+        # bf16 sums of features computed online differ from a store's, so the training is a different one.
+        others["source"] = "online"
     return Artifact(
         config.root / "features",
         {
@@ -89,7 +93,8 @@ def taps(config: Config) -> list[int]:
     found = config.drafter.taps or config.target.taps.get(kind)
     if not found:
         raise ValueError(
-            f"target {config.target.name} names no taps for {kind} drafters; set drafter.taps=[...] or add target.taps.{kind}"
+            f"target {config.target.name} names no taps for {kind} drafters; "
+            f"set drafter.taps=[...] or add target.taps.{kind}"
         )
     return list(found)
 

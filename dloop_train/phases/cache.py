@@ -1,4 +1,7 @@
-"""cache: responses -> the target's hidden states, in safetensors shards. Or, with features=online, what gives them to a training without the disk."""
+"""cache: responses -> the target's hidden states, in safetensors shards.
+
+With features=online nothing is stored: the source of a training then runs the target itself.
+"""
 
 import json
 from dataclasses import replace
@@ -31,7 +34,7 @@ def run(config: Config) -> None:
     artifacts.responses(config).facts()
     folder = artifact.begin()
     plan, planned = folder / "plan.json", {"shard_bytes": config.cache.shard_bytes}
-    if plan.is_file():  # shards of another plan would be taken for this one's
+    if plan.is_file():  # shards of an interrupted run with another plan would be mistaken for this plan's
         require_same(json.loads(plan.read_text()), planned, plan)
     write_atomic(plan, json.dumps(planned))
     index = index_of(config, responses_of(config))
@@ -90,7 +93,7 @@ def shard_files(folder: Path, index: Index) -> list[Path]:
 
 
 def row_bytes(spec: TargetSpec, feature_spec: FeatureSpec, dtype: str) -> int:
-    """Bytes of one token in the store: features, last hidden state (once), id and mask."""
+    """Bytes of one token in the store: features, last hidden state (once), id (4 bytes) and mask (1 byte)."""
     return (stored(feature_spec).width(spec) + spec.hidden_size) * as_dtype(dtype).itemsize + 5
 
 
@@ -98,14 +101,14 @@ def row_bytes(spec: TargetSpec, feature_spec: FeatureSpec, dtype: str) -> int:
 
 
 def require_source(config: Config) -> None:
-    """Stop where the phases before have not made what a training reads."""
+    """Raise FileNotFoundError if earlier phases have not made the data that a training reads."""
     artifact = artifacts.responses(config) if config.features.source == "online" else artifacts.features(config)
-    for needed in (artifact, artifacts.greedy(config)):  # the second is validated on
+    for needed in (artifact, artifacts.greedy(config)):  # validation reads the greedy answers
         needed.facts()
 
 
 def training_source(config: Config) -> Source:
-    """The features of a training: from the store, or from a target of this rank's own."""
+    """The features of a training: the store, or with features=online a target loaded on this rank."""
     require_source(config)
     feature_spec = artifacts.feature_spec(config)
     if config.features.source == "online":

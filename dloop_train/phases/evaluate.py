@@ -1,4 +1,7 @@
-"""evaluate: exported drafter -> live decoding of test prompts under each setting, and replay of more of them under a measured cost table."""
+"""evaluate: exported drafter -> test prompts decoded live under each setting, and replayed.
+
+Replay covers more prompts than live decoding and takes its times from a measured cost table.
+"""
 
 import json
 import re
@@ -35,9 +38,12 @@ PLAIN = "plain decoding"
 UNTOUCHED = "untouched"
 TRAINED = "trained"
 THRESHOLDS = "extra_thresholds.json"
-"""Beside the rounds: the thresholds that replay on validation responses chooses for the drafters of evaluate.extra, by label."""
+"""File in the evaluation folder: thresholds of evaluate.extra's drafters, by label, chosen on validation responses."""
 SINGLE = "single_stage.json"
-"""Beside the rounds: what replay on validation responses predicts of a single stage by its tokens, and which is best."""
+"""File in the evaluation folder: the numbers that replay on validation responses predicts for a single stage.
+
+It has an entry for each number of tokens that was tried, and the number that is predicted to be fastest.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,10 @@ class Setting:
 
     label: str
     drafter: str | None
-    """Which of the run's drafters."""
+    """Label of the drafter; None for plain decoding."""
     gate: Gate
     k: int = 0
-    """Tokens per stage; 0 is the drafter's own."""
+    """Tokens per stage; 0 means the drafter's own number."""
 
     @property
     def slug(self) -> str:
@@ -57,7 +63,7 @@ class Setting:
 
     @property
     def loaded_as(self) -> tuple[str | None, int]:
-        """A drafter with so many tokens per stage is one of its own."""
+        """Key of the loaded drafter: it is loaded once for each number of tokens per stage."""
         return self.drafter, self.k
 
     def row(self, k: int, rule: AcceptanceRule) -> dict:
@@ -94,7 +100,7 @@ def run(config: Config) -> None:
 
 
 def rank_main(config: Config) -> None:
-    """The phase on a node of an allocation, for a command that stands outside."""
+    """Run the phase on a node of a Slurm allocation, for a command that was started outside of it."""
     run(config)
 
 
@@ -118,7 +124,8 @@ def greedy_test_responses(config: Config) -> list[Response]:
     responses = list(artifacts.greedy_responses(config, "test"))
     if len(responses) < config.evaluate.prompts:
         say(
-            f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist (generate.greedy_prompts={config.generate.greedy_prompts})"
+            f"evaluate: {config.evaluate.prompts} prompts were asked for, {len(responses)} test responses exist "
+            f"(generate.greedy_prompts={config.generate.greedy_prompts})"
         )
     check(
         bool(responses), "there are no test responses; raise generate.greedy_prompts, or give the prompts a test split"
@@ -127,14 +134,18 @@ def greedy_test_responses(config: Config) -> list[Response]:
 
 
 def validation_responses(config: Config) -> list[Response]:
-    """What thresholds and tokens per stage are chosen on."""
+    """The greedy validation answers on which thresholds and tokens per stage are chosen."""
     return artifacts.greedy_responses(config, "validation")[: config.train.validate_prompts]
 
 
 def settings_of(config: Config, gates: dict[str, Gate], single: int) -> list[Setting]:
-    """Plain decoding, the best single stage (of `single` tokens; 0 where none was looked for), and each drafter (`gates` by label) with its gate.
+    """The rows of the table: plain decoding, the best single stage, and each drafter with its gate.
 
-    With evaluate.rows=all also each drafter's own single stage, and the trained one at the paper's threshold where another was chosen.
+    `gates` has the gate of each drafter by label. `single` is the number of tokens of the best single stage.
+    If it is 0, none was searched for, and the first drafter's own single stage takes its place.
+
+    With evaluate.rows=all each drafter's own single stage is added, and the trained drafter at the paper's threshold
+    if another one was chosen. The trained drafter at evaluate.live_thresholds is always added.
     """
     whole, reference = config.evaluate.rows == "all", next(iter(gates))
     settings = [Setting(PLAIN, None, Never())]
@@ -146,21 +157,24 @@ def settings_of(config: Config, gates: dict[str, Gate], single: int) -> list[Set
         settings.append(Setting(f"{label} + gate" + (" (DLoop)" if label == TRAINED else ""), label, gate))
     chosen = gates[TRAINED]
     papers = [chosen.paper_threshold] if config.gate.by_replay and whole else []
-    for threshold in dict.fromkeys([*papers, *config.evaluate.live_thresholds]):
-        if threshold != chosen.threshold:
-            settings.append(
-                Setting(
-                    f"{TRAINED} + gate {threshold:g}",
-                    TRAINED,
-                    DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature),
-                )
-            )
+    settings.extend(
+        Setting(
+            f"{TRAINED} + gate {threshold:g}",
+            TRAINED,
+            DLoop(threshold=threshold, max_stages=config.gate.max_stages, temperature=config.gate.temperature),
+        )
+        for threshold in dict.fromkeys([*papers, *config.evaluate.live_thresholds])
+        if threshold != chosen.threshold
+    )
     return settings
 
 
 def gate_for(config: Config, label: str, folder: Path) -> Gate:
-    """The gate of one drafter before the evaluation. With gate.threshold=replay each drafter has its own threshold: an export names
-    it, and the released drafter was validated before the first step."""
+    """The gate of one drafter, as known before the evaluation.
+
+    With gate.threshold=replay each drafter has its own threshold. For the untouched drafter it is the one chosen by the
+    validation at step 0, for others the one in their config.json. If there is none, it is the paper's.
+    """
     if not config.gate.by_replay:
         return config.gate
     if label == UNTOUCHED:
@@ -171,10 +185,11 @@ def gate_for(config: Config, label: str, folder: Path) -> Gate:
 
 
 def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Path]) -> None:
-    """Start anew when what is evaluated has changed."""
+    """Delete the results in `folder` if the drafters or settings have changed since they were made."""
     weights = {label: weights_digest(path) for label, path in folders.items()}
     gates = {label: repr(gate_for(config, label, path)) for label, path in folders.items()}
-    sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}  # greedily all rules and seeds are one
+    # At temperature 0 all rules and seeds give the same text.
+    sampled = {"rule": repr(config.rule)} if config.rule.temperature else {}
     made_from = {
         "key": key_of(
             {
@@ -191,19 +206,20 @@ def require_same_evaluation(config: Config, folder: Path, folders: dict[str, Pat
     path = folder / "made_from.json"
     if path.is_file() and json.loads(path.read_text()) != made_from:
         say("evaluate: drafters or settings have changed since the last evaluation; starting anew")
+        # settings.json marks the phase as done, so it is deleted first.
         for old in [
             folder / "settings.json",
             folder / SINGLE,
             folder / THRESHOLDS,
             *folder.glob("rounds/*.jsonl"),
             *folder.glob("replayed/*.jsonl"),
-        ]:  # settings.json says "done", so it goes first
+        ]:
             old.unlink(missing_ok=True)
     write_atomic(path, json.dumps(made_from))
 
 
 def load_for(target: Target, folder: Path, config: Config, k: int = 0) -> Drafter:
-    """A drafter with its own tokens per stage, or with k."""
+    """Load a drafter with its own number of tokens per stage, or with k if that is not 0."""
     settings = config.drafter.as_exported(read_config(folder).get(SECTION, {}))
     settings = settings.drafting(k) if k else settings
     drafter = load_drafter(
@@ -226,7 +242,7 @@ class Evaluation:
         self.drafters: dict[tuple[str | None, int], Drafter] = {}
         self.beyond: Beyond = {}
         self.tables: dict[str, Costs] = {}
-        """Cost tables by what time depends on (time_shape): drafters that differ in weights alone share one."""
+        """Cost tables by `time_shape`: drafters that differ only in their weights share one."""
 
     def run(self) -> None:
         settings = settings_of(self.config, self.gates(), self.single_stage())
@@ -244,7 +260,10 @@ class Evaluation:
         return self.drafters.get((label, k))
 
     def costs(self, drafter: Drafter) -> Costs:
-        """All tables are measured together, at the first question, so that no change of the machine's pace tells them apart."""
+        """The cost table of a drafter.
+
+        All tables are measured together at the first call, so that a change of the machine's speed affects all of them.
+        """
         if not self.tables:
             self.tables = self.measured_tables()
         return self.tables[time_shape(drafter)]
@@ -262,7 +281,7 @@ class Evaluation:
     def records(
         self, drafter: Drafter, responses: list[Response], gate: Gate, stages: int, thresholds: Sequence[float] = ()
     ) -> list[Replay]:
-        """Replays that every threshold of evaluate.thresholds and of `thresholds` can be read from."""
+        """Replays from which the gate can be simulated at all of evaluate.thresholds and `thresholds`."""
         return replay_all(
             self.target,
             drafter,
@@ -277,7 +296,10 @@ class Evaluation:
     # The best single stage
 
     def single_stage(self) -> int:
-        """Tokens of the single stage that replay on validation responses predicts to be fastest, for the first drafter; 0 where none is looked for."""
+        """Number of tokens of the first drafter's fastest single stage, predicted by replay on validation responses.
+
+        0 if evaluate.single_stages is empty or there are no validation responses.
+        """
         path, responses = self.folder / SINGLE, validation_responses(self.config)
         if not self.config.evaluate.single_stages or not responses:
             return 0
@@ -303,14 +325,20 @@ class Evaluation:
     # Thresholds
 
     def gates(self) -> dict[str, Gate]:
-        """The gate of every drafter, by label. The run's own were validated in training; those of evaluate.extra are validated here."""
+        """The gate of every drafter, by label.
+
+        The run's own drafters were validated in training; those of evaluate.extra are validated here.
+        """
         found = {label: gate_for(self.config, label, folder) for label, folder in self.folders.items()}
         return found | {
             label: self.config.gate.with_threshold(threshold) for label, threshold in self.extra_thresholds().items()
         }
 
     def extra_thresholds(self) -> dict[str, float]:
-        """What replay on the validation responses predicts to be fastest for each drafter of evaluate.extra; empty where thresholds are given."""
+        """The threshold that replay on validation responses predicts to be fastest for each drafter of evaluate.extra.
+
+        Empty unless gate.threshold=replay and there are validation responses to replay.
+        """
         path, responses, gate = self.folder / THRESHOLDS, validation_responses(self.config), self.config.gate
         if not (gate.by_replay and replayable(responses)):
             return {}
@@ -336,9 +364,12 @@ class Evaluation:
     # Live
 
     def decode_live(self, settings: list[Setting], responses: list[Response]) -> None:
-        """Every setting on every prompt, prompt by prompt, so that all settings meet the machine alike. Resumes by prompt.
+        """Decode every prompt under every setting.
 
-        Prompts during which the machine was busy are decoded once more, and the quicker time of each setting stays.
+        All settings of a prompt are decoded before the next prompt, so that a change of the machine's speed affects all
+        settings alike. An interrupted evaluation continues after the last prompt that has all settings.
+
+        Prompts during which the machine was busy are decoded once more, and the faster time of each setting is kept.
         """
         rows = {setting.label: read_partial(self.folder, setting) for setting in settings}
         done = min(map(len, rows.values()))
@@ -347,7 +378,7 @@ class Evaluation:
         for response in tqdm(responses[done:], desc="evaluate", unit="prompt"):
             decoded = self.decode_prompt(settings, response)
             for setting in settings:
-                rows[setting.label] = rows[setting.label][:done] + [decoded[setting.label]]
+                rows[setting.label] = [*rows[setting.label][:done], decoded[setting.label]]
                 write_jsonl(self.folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
             done += 1
         self.decode_again(settings, rows, responses)
@@ -358,7 +389,8 @@ class Evaluation:
         again = [whole[place] for place in busy if "again" not in rows[PLAIN][whole[place]]]
         if again:
             say(
-                f"evaluate: the machine was busy during {len(again)} of {len(responses)} prompts; they are decoded once more"
+                f"evaluate: the machine was busy during {len(again)} of {len(responses)} prompts; "
+                f"they are decoded once more"
             )
         for number in tqdm(again, desc="evaluate again", unit="prompt", disable=not again):
             decoded = self.decode_prompt(settings, responses[number])
@@ -368,7 +400,7 @@ class Evaluation:
                 write_jsonl(self.folder / "rounds" / f"{setting.slug}.jsonl", rows[setting.label])
 
     def decode_prompt(self, settings: list[Setting], response: Response) -> dict[str, dict]:
-        """A prompt under every setting, by label."""
+        """Decode a prompt under every setting. Returns rows by label."""
         found, texts = {}, {}
         for setting in settings:
             row, texts[setting.label] = decode_one(
@@ -382,7 +414,7 @@ class Evaluation:
     # Replay
 
     def replay(self, settings: list[Setting]) -> None:
-        """Cost tables and threshold sweeps of the drafters on test responses, and every setting's simulated rounds."""
+        """Write the drafters' cost tables and threshold sweeps, and all settings' simulated test rounds."""
         swept, costs, records = {}, {}, {}
         deployed = [setting.gate.threshold for setting in settings if setting.gate.threshold is not None]
         for setting in tqdm(settings[1:], desc="replay", unit="setting"):
@@ -416,7 +448,7 @@ class Evaluation:
 
 
 def time_shape(drafter: Drafter) -> str:
-    """What a drafter's time depends on."""
+    """A key for everything in a drafter that its speed depends on."""
     return repr((drafter.shape, drafter.k))
 
 
@@ -428,7 +460,10 @@ def read_partial(folder: Path, setting: Setting) -> list[dict]:
 def decode_one(
     config: Config, target: Target, drafter: Drafter | None, setting: Setting, response: Response
 ) -> tuple[dict, list[int]]:
-    """One response as a record. The clock starts at the end of the first draft, as in z-lab's protocol."""
+    """Decode one response. Returns its row and its tokens.
+
+    Time starts at the end of the first draft, as in z-lab's protocol.
+    """
     emissions = list(
         decode(
             target,
@@ -448,7 +483,7 @@ def decode_one(
 
 
 def record_of(response: Response, tokens: int, rounds: list[dict]) -> dict:
-    """A response's row, with the time from the end of the first draft on."""
+    """The row of a response. `seconds` starts at the end of the first draft."""
     seconds = sum(sum(one["seconds"].values()) for one in rounds) - (
         rounds[0]["seconds"].get("draft_first", 0.0) if rounds else 0.0
     )
@@ -463,7 +498,7 @@ def record_of(response: Response, tokens: int, rounds: list[dict]) -> dict:
 
 
 def simulated_rows(responses: list[Response], records: list[Replay], gate: Gate, costs: Costs) -> list[dict]:
-    """Simulated rounds in the form of decoded ones; their seconds are those of the cost table."""
+    """Rows of simulated rounds, in the same form as decoded ones, with times from the cost table."""
     parts = partial(costs.parts, gated=gate.needs_scores)
     return [
         record_of(response, record.length, [asdict(one) | {"seconds": parts(one)} for one in walk_gate(record, gate)])
@@ -480,7 +515,10 @@ def plain_rows(responses: list[Response], costs: Costs) -> list[dict]:
 
 
 def compared(rule: AcceptanceRule, target: Target, response: Response, plain: list[int], text: list[int]) -> dict:
-    """A text beside plain decoding's. Sampled ones differ by right, so they are not compared."""
+    """Compare a text with plain decoding's.
+
+    Sampled texts are expected to differ, so both values are None above temperature 0.
+    """
     if rule.temperature:
         return {"same_text": None, "parting_gap": None}
     gap = parting_gap(target, response.prompt_ids, plain, text)

@@ -48,7 +48,10 @@ def run(config: Config) -> None:
 
 
 def gate_of(config: Config, step: int) -> Gate:
-    """The gate that an export names: with the threshold that validation chose at its step, where it is to be chosen."""
+    """The gate that is written into an export.
+
+    With gate.threshold=replay its threshold is the one that validation chose at this step; ValueError if there is none.
+    """
     if not config.gate.by_replay:
         return config.gate
     folder = artifacts.run_folder(config)
@@ -56,14 +59,18 @@ def gate_of(config: Config, step: int) -> Gate:
     threshold = chosen_threshold(folder, step)
     check(
         threshold is not None,
-        f"gate.threshold=replay takes the choice of validation, and {folder / 'validation.jsonl'} has none at step {step}; "
+        f"gate.threshold=replay takes the choice of validation, "
+        f"and {folder / 'validation.jsonl'} has none at step {step}; "
         f"set gate.threshold={config.gate.paper_threshold:g}, or export a checkpoint that was validated",
     )
     return config.gate.with_threshold(threshold)
 
 
 def depth_exposure_of(config: Config, step: int) -> int:
-    """N that weights were trained with: before the first step, what the drafter says that training started from."""
+    """N, the number of extra stages in training, for the weights of a step.
+
+    At step 0 it is read from the config.json of the drafter that training started from; 0 if that does not have it.
+    """
     if step > 0 or config.drafter.init == "scratch":
         return config.train.depth_exposure
     return (
@@ -74,14 +81,18 @@ def depth_exposure_of(config: Config, step: int) -> int:
 
 
 def put_into_target(config: Config, drafter: Drafter, folder: Path) -> None:
-    """Where engines read a drafter out of the target's own files, copies of these with the trained tensors in them."""
+    """For layouts that engines load from the target's own files: copy these files with the trained tensors in them.
+
+    The copies are in the subfolder `merged` of `folder`. Other layouts and random targets have none.
+    """
     merge = getattr(layout_modules()[drafter.shape.format], "merge_into", None)
     if merge is None or config.target.source == "random":
         return
     files = merge(folder, locate(config.target), folder / "merged")
     if files:
         say(
-            f"export: {folder.with_suffix('').name}/merged holds {[file.name for file in files]}: put them in place of the target's files of these names to serve it"
+            f"export: {folder.with_suffix('').name}/merged holds {[file.name for file in files]}: "
+            f"put them in place of the target's files of these names to serve it"
         )
 
 
@@ -92,7 +103,7 @@ def versions() -> dict[str, str]:
 
 
 def dloop_section(config: Config, drafter, step: int) -> dict:
-    """What config.json says of loop-awareness and of where the weights come from."""
+    """The section of config.json with the settings of drafting in stages and the provenance of the weights."""
     gate = gate_of(config, step)
     return {
         "threshold": gate.threshold,

@@ -1,4 +1,7 @@
-"""Figures of the report: functions from plain values to a matplotlib Figure. A setting has one colour everywhere."""
+"""Figures of the report: functions from plain values to a matplotlib Figure.
+
+A setting has the same colour in all figures.
+"""
 
 from collections.abc import Sequence
 
@@ -9,18 +12,18 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 WIDTH = 9.0
-"""Inches; at 100 dots each the report is 900 pixels wide."""
+"""Inches; 900 pixels at 100 dots per inch."""
 PLAIN = "#8a8f98"
 HUES = ("#1f6fb4", "#d1495b", "#2a8c5a", "#8a5cb8", "#c98a1b", "#2b9aa0")
 INK, FAINT = "#22262b", "#d9dce1"
 DEEPEST = 7
-"""Depths from here on share a bar."""
+"""Depths from this one on share a bar."""
 FEWEST = 5
-"""Rounds that a point of the calibration needs."""
+"""Smallest number of rounds of a point in the calibration figure."""
 
 
 def colours(settings: list[dict]) -> dict[str, str]:
-    """A hue for each drafter, full with a gate and pale without; grey for plain decoding."""
+    """Colours by label: one hue per drafter, full with a gate and pale without; grey for plain decoding."""
     drafters = list(dict.fromkeys(setting["drafter"] for setting in settings if setting["drafter"] is not None))
     chosen, seen = {}, {}
     for setting in settings:
@@ -96,7 +99,7 @@ def depth_figure(depths: dict[str, list[dict]], colour: dict[str, str]) -> Figur
 
 
 def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
-    """Replay-predicted tokens/s and tau against the threshold, a column for each drafter. `colour` is by drafter."""
+    """Tokens/s and tau predicted by replay against the threshold, one column per drafter. `colour` is by drafter."""
     figure, grid = panels(2, len(replay), height=5.2, sharex=True, sharey="row")
     for number, (drafter, replayed) in enumerate(replay.items()):
         sweep = sorted(replayed["sweep"], key=lambda point: point["threshold"])
@@ -114,10 +117,11 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
                 markersize=5,
                 linewidth=2,
             )
+            # One label is below its line and one above, so that both are legible if the values are equal.
             for name, line, side in (
                 ("S1", "S = 1", -1),
                 ("oracle", "oracle gate", 1),
-            ):  # names below and above, so that equal values stay legible
+            ):
                 axes.axhline(
                     replayed[name][key], color=INK, linewidth=1, linestyle=(0, (4, 3)) if name == "S1" else (0, (1, 2))
                 )
@@ -152,7 +156,7 @@ def sweep_figure(replay: dict[str, dict], colour: dict[str, str]) -> Figure:
 def calibration_figure(
     calibrations: dict[str, list[dict]], thresholds: dict[str, float], colour: dict[str, str]
 ) -> Figure:
-    """Observed full acceptance against exp(score), a panel for each stage. Values: statistics.calibration, stage by stage."""
+    """Observed full acceptance against exp(score), one panel per stage. Values: statistics.calibration by stage."""
     stages = sorted(
         {one["stage"] for rows in calibrations.values() for one in rows if one["stage"] == 1 or tested(one)}
     )[:3]
@@ -205,12 +209,15 @@ def calibration_figure(
 
 
 def tested(calibration: dict) -> bool:
-    """Whether enough rounds tested this stage, with blocks of both fates, to speak of its score."""
+    """Whether enough rounds tested this stage to plot its score, with both accepted and rejected blocks among them."""
     return calibration["rounds"] >= FEWEST and calibration["auroc"] is not None
 
 
 def training_figure(metrics: list[dict], validation: list[dict], exported: int | None = None) -> Figure:
-    """First- and last-stage loss (dots: on validation responses), what replay predicts there, learning rate; a line where the export was taken."""
+    """First- and last-stage loss, predictions of the validations, and learning rate, by step.
+
+    Dots are losses on validation responses; a dashed line marks the exported step.
+    """
     heights = [3.0, *([2.0, 2.0] if validation else []), 0.9]
     figure, grid = panels(len(heights), 1, height=sum(heights) + 0.9, sharex=True, height_ratios=heights)
     stack = flat(grid)
@@ -264,7 +271,10 @@ def training_figure(metrics: list[dict], validation: list[dict], exported: int |
 
 
 def category_figure(categories: dict[str, dict[str, float]], marked: str, colour: dict[str, str]) -> Figure:
-    """Tau by category: a line a category, a dot a setting, sorted by the marked setting, whose values are written out."""
+    """Tau by category: one line per category, one dot per setting.
+
+    Categories are sorted by the tau of the marked setting, whose values are printed.
+    """
     order = sorted(categories[marked], key=lambda name: categories[marked][name])
     figure, axes = panels(1, 1, height=1.5 + 0.42 * len(order))
     for place, name in enumerate(order):
@@ -300,7 +310,7 @@ def category_figure(categories: dict[str, dict[str, float]], marked: str, colour
 
 
 def panels(lines: int, columns: int, *, height: float, **options):
-    """A figure in the report's style and its axes: one, a row of them, or an array of rows."""
+    """A figure in the report's style, and its axes: one, a row of them, or a 2-d array."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     ratios = options.pop("height_ratios", None)
@@ -344,13 +354,16 @@ def flat(grid) -> list[Axes]:
 
 
 def depth_shares(rows: list[dict], key: str, shown: list[int]) -> list[float]:
-    """Per cent of the key's total at each shown depth; from DEEPEST on together."""
+    """Percentage of the key's total at each shown depth; depths from DEEPEST on are added up."""
     total = sum(row[key] for row in rows)
     return [100 * sum(row[key] for row in rows if min(row["stages"], DEEPEST) == depth) / total for depth in shown]
 
 
 def spaced_out(ticks: Sequence[float], share: float = 0.12) -> list[float]:
-    """The ticks without those that would stand on the label of the one before."""
+    """The ticks without those whose labels would overlap.
+
+    `share` is the smallest distance of two ticks as a share of the whole range.
+    """
     kept = list(ticks[:1])
     for tick in ticks[1:]:
         if tick - kept[-1] >= share * (ticks[-1] - ticks[0]):
@@ -368,6 +381,6 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 
 
 def pale(colour: str, amount: float) -> str:
-    """The colour mixed with so much white."""
+    """The colour mixed with white; `amount` is the share of white, 0 to 1."""
     mixed = [round(255 * (part + (1 - part) * amount)) for part in to_rgb(colour)]
     return "#{:02x}{:02x}{:02x}".format(*mixed)

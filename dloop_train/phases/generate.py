@@ -1,4 +1,4 @@
-"""generate: prompts -> the target's own responses, sampled for training, greedy for validation and test."""
+"""generate: prompts -> responses of the target, sampled for training, greedy for validation and test."""
 
 import json
 import re
@@ -29,12 +29,12 @@ from dloop_train.targets.target import Target
 GREEDY = ("validation", "test")
 GREEDILY = SamplingConfig(temperature=0.0)
 UNMERGED = "unmerged"
-"""Folder of what is merged in the end."""
+"""Folder of questions and answers that is deleted after the answers are merged."""
 ANSWERS, SERVED = f"{UNMERGED}/answers.jsonl", f"{UNMERGED}/served.json"
 KNOWN = 8
-"""Greedy answers of validation, and as many of test, that a server's model is known by."""
+"""Number of greedy answers of each split by which a server's model is checked."""
 FEW = 10
-"""Refusals that are no high share yet, whatever they are a share of."""
+"""Number of refusals that never stop a running phase, even if they are a large share of the prompts so far."""
 
 
 def run(config: Config) -> None:
@@ -44,9 +44,8 @@ def run(config: Config) -> None:
         return
     write_questions(config)
     asked = unanswered(config) if isinstance(config.responder, Remote) and not training.complete else None
-    model = (
-        config.responder.connect() if asked and asked.waiting else ""
-    )  # before this machine's own work, which takes long
+    # Connect before the work on this machine, which takes long, so that connection errors come early.
+    model = config.responder.connect() if asked and asked.waiting else ""
     if in_separate_ranks(config) and any(missing(files) for files in all_files(config)):
         start_ranks(config, "generate")
     answer(config)
@@ -74,7 +73,7 @@ def rank_main(config: Config) -> None:
 
 
 def answer(config: Config) -> None:
-    """What this machine's own target answers."""
+    """Make the answers of the target on this machine: greedy ones, and the training's unless servers give them."""
     training, greedy = artifacts.responses(config), artifacts.greedy(config)
     if not training.complete and not isinstance(config.responder, Remote):
         answer_training(config, training.partial)
@@ -99,12 +98,13 @@ def finish_training(config: Config, refused: list[Refusal]) -> None:
         refused,
     )
     say(
-        f"generate: {merged.unfinished} of {merged.rows} answers were cut by generate.max_new_tokens={config.generate.max_new_tokens}"
+        f"generate: {merged.unfinished} of {merged.rows} answers were cut by "
+        f"generate.max_new_tokens={config.generate.max_new_tokens}"
     )
 
 
 def finish(artifact: Artifact, facts: dict, refused: Sequence[Refusal] = ()) -> None:
-    """Of a folder whose answers are merged."""
+    """Complete an artifact whose answers are merged: write the manifest and delete the unmerged files."""
     left_out = Counter(json.loads((artifact.partial / LEFT_OUT).read_text())) + Counter(
         shortened(refusal.reason) for refusal in refused
     )
@@ -124,7 +124,11 @@ QUESTIONS, LEFT_OUT, ORDER = (
 
 
 def write_questions(config: Config) -> None:
-    """Every prompt as ids, once, for all ranks; last of all, in each folder, what was left out and why."""
+    """Tokenise every prompt, once for all ranks.
+
+    In each folder the counts of left-out prompts by reason are written last, so that this file marks the questions
+    as complete.
+    """
     training, greedy = artifacts.responses(config), artifacts.greedy(config)
     wanted = [
         artifact
@@ -170,12 +174,12 @@ def write_left_out(folder: Path, left_out: Counter[str], of: str) -> None:
 
 
 def encoded(config: Config, prompts: list[Prompt], left_out: Counter[str]) -> Iterator[Question]:
-    """Prompts as ids; counts in `left_out` why others are none."""
+    """Tokenised prompts. Prompts that cannot be used are counted in `left_out` by reason."""
     tokenizer, most = load_tokenizer(config.target), config.generate.max_prompt_tokens
     for prompt in tqdm(prompts, unit="prompt", desc="tokenise"):
         try:
             ids = prompt_ids(tokenizer, list(prompt.messages), config.target)
-        except TemplateError as error:  # Gemma's has no system turns, for example
+        except TemplateError as error:  # for example, Gemma's template has no system turns
             left_out[f"the chat template refused it: {error}"] += 1
             continue
         if len(ids) <= most:
@@ -185,7 +189,7 @@ def encoded(config: Config, prompts: list[Prompt], left_out: Counter[str]) -> It
 
 
 def spread(questions: list[Question], count: int) -> list[Question]:
-    """The first `count` questions taken in turn from the categories, so that each is heard."""
+    """The first `count` questions, taken from the categories in turn so that every category is represented."""
     queues = defaultdict(list)
     for question in questions:
         queues[question.category].append(question)
@@ -210,7 +214,10 @@ def ids_of(folder: Path, split: str) -> Iterator[str]:
 
 
 def answer_training(config: Config, folder: Path) -> None:
-    """Batches planned from the full list, a file each."""
+    """Answer this rank's batches of training prompts, one file per batch.
+
+    Batches are planned from the full list of questions, so that they are the same after an interruption.
+    """
     questions, batches, files = questions_of(folder, "train"), batches_of(config, folder), batch_files(config, folder)
     target = prepack(load_target(config.target)) if here(missing(files)) else None
 
@@ -233,7 +240,7 @@ def answer_training(config: Config, folder: Path) -> None:
 
 
 def batches_of(config: Config, folder: Path) -> list[list[int]]:
-    """Questions of like length together."""
+    """Batches of questions of similar length, as numbers of the questions."""
     ordered, size = np.load(folder / ORDER).tolist(), config.generate.batch_size
     return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
@@ -243,7 +250,7 @@ def batch_files(config: Config, folder: Path) -> list[Path]:
 
 
 def answer_greedily(config: Config, folder: Path, split: str) -> None:
-    """Greedy decoding by the model that is evaluated, since replay needs its text: a file for each batch."""
+    """Greedy answers of the model that is evaluated, since replay needs its text. One file per batch."""
     questions, files, size = (
         questions_of(folder, split),
         greedy_files(config, folder, split),
@@ -272,7 +279,7 @@ def answer_greedily(config: Config, folder: Path, split: str) -> None:
 
 
 def greedy_answers(target: Target, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """Of one prompt plain decoding's, of several a batch's."""
+    """Greedy answers: one prompt is decoded by plain decoding, several are decoded as a batch."""
     if len(prompts) == 1:
         return [decode_plain(target, prompts[0], max_new_tokens=max_new_tokens)]
     return respond(target, prompts, [""] * len(prompts), GREEDILY, max_new_tokens=max_new_tokens, seed=0)
@@ -284,7 +291,7 @@ def greedy_files(config: Config, folder: Path, split: str) -> list[Path]:
 
 
 def all_files(config: Config) -> list[list[Path]]:
-    """What the ranks make."""
+    """The files that the ranks make, by kind and split."""
     training, greedy = artifacts.responses(config), artifacts.greedy(config)
     batches = (
         [] if training.complete or isinstance(config.responder, Remote) else [batch_files(config, training.partial)]
@@ -301,7 +308,7 @@ def answered(question: Question, ids: list[int], target: Target) -> Response:
 
 @dataclass(frozen=True)
 class Asked:
-    """What servers have answered of the training prompts, and the numbers of those that they have not."""
+    """The training prompts, the log of the answers of servers, and the numbers of prompts without an answer."""
 
     questions: Rows[Question]
     log: AnswerLog
@@ -317,7 +324,10 @@ def unanswered(config: Config) -> Asked:
 
 
 def ask(config: Config, asked: Asked, model: str) -> list[Refusal]:
-    """The training prompts that are not answered yet; returns those that were refused, which a later run asks again."""
+    """Send the training prompts that have no answer yet to the servers.
+
+    Returns the refused ones, which a later run sends again. ValueError if too many are refused.
+    """
     folder, responder, tokenizer = artifacts.responses(config).partial, config.responder, load_tokenizer(config.target)
     require_same_model(folder, model, asked.log)
     responder.require_target(model, known_texts(config), config.target, config.generate, tokenizer)
@@ -343,7 +353,7 @@ def ask(config: Config, asked: Asked, model: str) -> list[Refusal]:
 
 
 def require_same_model(folder: Path, model: str, log: AnswerLog) -> None:
-    """Stop where others of a training's answers came from another model than the servers have now; write down which it is."""
+    """Raise ValueError if the answers so far are from another model than the servers have; else record the model."""
     before = served(folder).get("model", model) if log.ids else model
     check(
         before == model,
@@ -358,21 +368,26 @@ def served(folder: Path) -> dict:
 
 
 def known_texts(config: Config) -> list[Response]:
-    """Some of the target's own greedy answers, by which a server's model can be known."""
+    """Some of the target's own greedy answers, by which a server's model can be checked."""
     return [response for split in GREEDY for response in artifacts.greedy_responses(config, split)[:KNOWN]]
 
 
 def require_few(refused: list[Refusal], of: float, responder: Remote) -> None:
-    """Stop where more than responder.max_refused of so many prompts were refused: then something else is wrong."""
+    """Raise ValueError if more than the share responder.max_refused of `of` prompts were refused.
+
+    So many refusals have another cause than the single prompts.
+    """
     if len(refused) > responder.max_refused * of:
         reasons = Counter(shortened(refusal.reason) for refusal in refused).most_common(3)
         raise ValueError(
-            f"{len(refused)} prompts were refused, which is more than responder.max_refused={responder.max_refused} allows:\n  "
+            f"{len(refused)} prompts were refused, "
+            f"which is more than responder.max_refused={responder.max_refused} allows:\n  "
             + "\n  ".join(f"{count} x {reason}" for reason, count in reasons)
-            + "\nWhat was answered is kept. Mend the cause and run the same command again, or raise responder.max_refused"
+            + "\nWhat was answered is kept. Mend the cause and run the same command again, "
+            "or raise responder.max_refused"
         )
 
 
 def shortened(reason: str) -> str:
-    """Reasons that differ in their numbers alone are one."""
+    """A reason without its numbers, so that reasons that differ only in numbers are counted together."""
     return re.sub(r"\d+", "N", reason)

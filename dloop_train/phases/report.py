@@ -1,4 +1,7 @@
-"""report: rounds, replay and training curves -> report.json, report.html and the table on the terminal. Cheap, so always rebuilt."""
+"""report: rounds, replay and training curves -> report.json, report.html and tables on the terminal.
+
+The phase takes little time, so it is always rebuilt.
+"""
 
 import base64
 import html
@@ -31,29 +34,32 @@ from dloop_train.types import Round
 PACKAGES = ("dloop_train", "torch", "transformers", "deepspeed", "numpy")
 CALIBRATED_STAGES = 3
 TABLED_STAGES = 4
-"""Later stages stand in report.json alone."""
+"""Later stages are in report.json only."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What evaluation and training left behind. Rows are by setting, on the same prompts, all with at least one round."""
+    """The results of evaluation and training.
+
+    Rows are by setting, on the same prompts, all with at least one round.
+    """
 
     settings: list[dict]
     clocked: dict[str, list[dict]]
-    """What the clock showed; `rows` has usual times in its place (decoding/timing.py)."""
+    """Rows with measured times; `rows` has usual times instead (decoding/timing.py)."""
     rows: dict[str, list[dict]]
     replayed: dict[str, list[dict]]
     """Simulated rounds on all greedy test responses, timed by the cost table."""
     single: dict
-    """What was predicted of single stages by their tokens; empty where no best one was looked for."""
+    """Predictions for single stages by their number of tokens; empty if no best one was searched for."""
     replay: dict[str, dict]
     costs: dict[str, dict]
     metrics: list[dict]
     validation: list[dict]
     exported: dict
-    """What the export says of itself: the dloop section of its config.json."""
+    """The dloop section of the export's config.json."""
     left_out: int
-    """Prompts that some setting answered without a single round."""
+    """Number of prompts that some setting answered without a single round."""
 
     @property
     def plain(self) -> dict:
@@ -61,7 +67,7 @@ class Results:
 
     @property
     def reference(self) -> dict:
-        """The first setting that drafts: a single stage, the best one where evaluation looked for it."""
+        """The first setting that drafts: a single stage, the best one if the evaluation searched for it."""
         return self.settings[1]
 
     @property
@@ -70,7 +76,7 @@ class Results:
 
     @property
     def headline(self) -> dict:
-        """The first gated setting of the trained drafter; another gated one where it has none."""
+        """The first gated setting of the trained drafter, else of another drafter, else the last setting."""
         trained = [setting for setting in self.gated if setting["drafter"] == TRAINED]
         return (trained or self.gated or [self.settings[-1]])[0]
 
@@ -106,7 +112,7 @@ def run(config: Config) -> None:
             figures={one.title: one.image for one in shown if one.image is not None},
             files={"report.html": whole, "report.json": text},
         )
-    write_atomic(path, text)  # last: it also says that the table was logged
+    write_atomic(path, text)  # written last: this content also means that the table was logged
     print(table(table_rows(report)))
     print()
     print(replayed_title(report))
@@ -117,7 +123,7 @@ def run(config: Config) -> None:
 
 
 def wandb_summary(report: dict) -> dict[str, float]:
-    """The table's numbers and the gate's, by setting."""
+    """Tau, speedup and stages per round, by setting."""
     return {
         f"{one['label']}/{name}": value
         for one in report["settings"]
@@ -137,7 +143,8 @@ def read_results(folder: Path) -> Results:
     settings = json.loads(required(evaluation / "settings.json").read_text(encoding="utf-8"))
     check(
         len(settings) >= 2 and settings[0]["drafter"] is None and settings[1]["drafter"] is not None,
-        f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; rerun phases=[evaluate]",
+        f"{evaluation / 'settings.json'} must begin with plain decoding and then name a drafter's setting; "
+        f"rerun phases=[evaluate]",
     )
     rows = {setting["label"]: read_jsonl(required(evaluation / setting["rounds"])) for setting in settings}
     for label, found in rows.items():
@@ -152,7 +159,8 @@ def read_results(folder: Path) -> Results:
     single = evaluation / SINGLE
     check(
         bool(rows[settings[0]["label"]]),
-        f"{evaluation} holds no prompt that every setting answered in a round; raise evaluate.prompts and rerun phases=[evaluate]",
+        f"{evaluation} holds no prompt that every setting answered in a round; "
+        f"raise evaluate.prompts and rerun phases=[evaluate]",
     )
     return Results(
         settings=settings,
@@ -183,7 +191,7 @@ def optional(path: Path) -> list[dict]:
 
 
 def summarise(config: Config, results: Results) -> dict:
-    """Everything that report.json holds."""
+    """The contents of report.json."""
     return {
         "run": describe_run(config, results),
         "reference": results.reference["label"],
@@ -259,7 +267,10 @@ def summarise_setting(config: Config, results: Results, setting: dict) -> dict:
 
 
 def clock_of(config: Config, results: Results, setting: dict) -> dict:
-    """What the clock itself says: the speedup, and how far the clock was from usual times; prompts that were decoded twice."""
+    """Numbers of the measured times, without usual times.
+
+    The speedup, measured over usual time, the spread of rounds of one kind, and how many prompts were decoded twice.
+    """
     rows, plain = results.clocked[setting["label"]], results.clocked[results.plain["label"]]
     return {
         "speedup": asdict(
@@ -272,7 +283,7 @@ def clock_of(config: Config, results: Results, setting: dict) -> dict:
 
 
 def replayed_of(config: Config, results: Results, setting: dict) -> dict:
-    """The same numbers by replay."""
+    """A setting's numbers by replay."""
     rows, plain, reference = (results.replayed[one["label"]] for one in (setting, results.plain, results.reference))
     resample = {"draws": config.evaluate.bootstrap, "seed": config.evaluate.seed}
     found = {
@@ -360,28 +371,37 @@ def table_rows(report: dict) -> list[dict[str, str]]:
 
 
 def compared(one: dict, report: dict) -> bool:
-    """Plain decoding and the reference itself have no ratio to the reference worth printing."""
+    """Whether the ratio to the reference is printed: not for plain decoding and the reference itself."""
     return one["drafter"] is not None and one["label"] != report["reference"]
 
 
 def interval(estimate: dict, unit: str = "") -> str:
-    """2.31x [2.20, 2.43]"""
+    """For example: 2.31x [2.20, 2.43]"""
     known = Estimate(**estimate)
     return f"{known.value:.2f}{unit} [{known.low:.2f}, {known.high:.2f}]"
 
 
 def losslessness(report: dict) -> str:
-    """Whether texts that differ from plain decoding's do so at ties; sampled ones differ by right."""
+    """A line on texts that differ from plain decoding's: how close the target's logits were at the first difference.
+
+    Sampled texts are expected to differ and are not compared.
+    """
     if report["run"]["temperature"]:
-        return f"texts are sampled ({decoding(report)}) and not compared with plain decoding's; the thresholds' replay is greedy"
+        return (
+            f"texts are sampled ({decoding(report)}) and not compared with plain decoding's; "
+            f"the thresholds' replay is greedy"
+        )
     gaps = [one["parting_gap"] for one in report["settings"] if one["parting_gap"] is not None]
     if not gaps:
         return "every text is plain decoding's"
-    return f"where a text parts from plain decoding's, the target's logits of the two tokens are at most {max(gaps):.1f} {report['run']['dtype']} roundings apart"
+    return (
+        f"where a text parts from plain decoding's, the target's logits of the two tokens are at most "
+        f"{max(gaps):.1f} {report['run']['dtype']} roundings apart"
+    )
 
 
 def decoding(report: dict) -> str:
-    """rule rejection, temperature 1, draft temperature 1, gate temperature 1"""
+    """For example: rule rejection, temperature 1, draft temperature 1, gate temperature 1"""
     run = report["run"]
     gates = sorted({one["gate_temperature"] for one in report["settings"] if one["gate_temperature"] is not None})
     gate = ", gate temperature " + " and ".join(f"{temperature:g}" for temperature in gates) if gates else ""
@@ -404,11 +424,14 @@ def by_replay(report: dict) -> str:
     one = headline_setting(report)
     found = one["replayed"]
     against = f", {interval(found['over_reference'], 'x')} over {report['reference']}" if compared(one, report) else ""
-    return f"by replay on {found['prompts']} prompts: {interval(found['speedup'], 'x')} over plain decoding{against}; tau {interval(found['tau'])}"
+    return (
+        f"by replay on {found['prompts']} prompts: {interval(found['speedup'], 'x')} over plain decoding{against}; "
+        f"tau {interval(found['tau'])}"
+    )
 
 
 def conclusions(report: dict) -> list[str]:
-    """What the tables say, line by line; what a reader must know beside them."""
+    """The lines below the tables: their main results, and what a reader must know to interpret them."""
     return [
         line
         for line in (headline(report), by_replay(report), start_kept(report), busyness(report), losslessness(report))
@@ -417,17 +440,18 @@ def conclusions(report: dict) -> list[str]:
 
 
 def start_kept(report: dict) -> str:
-    """Where training found nothing better than its start, which is what was exported then."""
+    """A line if no checkpoint was better than the start, which was then exported; else empty."""
     if report["run"]["step"] != 0:
         return ""
     return (
-        f"on the validation responses no checkpoint of this training was predicted to be faster than the drafter that it started from: "
+        f"on the validation responses no checkpoint of this training was predicted to be faster than "
+        f"the drafter that it started from: "
         f"that drafter was exported, and the rows of {TRAINED} are its own"
     )
 
 
 def busyness(report: dict) -> str:
-    """Whether other work ran beside the decoding, and what was done about it; empty on a quiet machine."""
+    """A line on signs of other work on the machine during decoding, and what was done about it; empty without signs."""
     clocks = {one["label"]: one["clock"] for one in report["settings"]}
     off = max(clocks, key=lambda label: abs(clocks[label]["over_usual"] - 1))
     unsteady = max(clocks, key=lambda label: clocks[label]["spread"])
@@ -439,7 +463,8 @@ def busyness(report: dict) -> str:
         )
     if clocks[unsteady]["spread"] > SPREAD:
         signs.append(
-            f"in {unsteady} a round of one kind took {clocks[unsteady]['spread']:.0%} longer in the slower quarter of the prompts than in the faster"
+            f"in {unsteady} a round of one kind took {clocks[unsteady]['spread']:.0%} longer "
+            f"in the slower quarter of the prompts than in the faster"
         )
     if again:
         signs.append(f"{again} of {report['run']['prompts']} prompts were decoded twice")
@@ -475,7 +500,7 @@ def replayed_rows(report: dict) -> list[dict[str, str]]:
 
 
 def categories_of(report: dict, one: dict) -> dict[str, dict]:
-    """Over the reference by category; the headline's categories for settings without any."""
+    """Speed over the reference by category; for settings without any the headline's, since rows need equal keys."""
     return (
         one["replayed"].get("over_reference_by_category")
         or headline_setting(report)["replayed"]["over_reference_by_category"]
@@ -501,7 +526,8 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
         ""
         if results.validation
         else (
-            " Validation points are left out: validation.jsonl has none. A training validates where neither train.validate_prompts nor "
+            " Validation points are left out: validation.jsonl has none. "
+            "A training validates where neither train.validate_prompts nor "
             "generate.greedy_prompts is 0 and the prompts have a validation split."
         )
     )
@@ -523,7 +549,8 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
         ),
         exhibit(
             "Threshold sweep",
-            "Predicted by replay under the measured cost table. The oracle gate knows what will be accepted and drafts as deep as takes the least time; "
+            "Predicted by replay under the measured cost table. "
+            "The oracle gate knows what will be accepted and drafts as deep as takes the least time; "
             "no gate is faster.",
             bool(swept),
             "replay.json holds no sweep (replay needs temperature 0)",
@@ -532,7 +559,8 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
         exhibit(
             "Calibration of the gate's score",
             "On the grey diagonal the drafter's probability for its own block is the chance that "
-            "the target accepts all of it. Dots grow with the share of rounds; only rounds whose earlier stages were accepted test a "
+            "the target accepts all of it. Dots grow with the share of rounds; "
+            "only rounds whose earlier stages were accepted test a "
             f"later one. Points of fewer than {figures.FEWEST} rounds are not drawn.",
             bool(calibrated),
             "no setting has a gate with a threshold",
@@ -544,7 +572,8 @@ def exhibits(results: Results, report: dict) -> list[Exhibit]:
         ),
         exhibit(
             "Training",
-            "Thin lines are single steps, thick lines running means; dots are validation responses, on which replay predicts speed and tau under the "
+            "Thin lines are single steps, thick lines running means; "
+            "dots are validation responses, on which replay predicts speed and tau under the "
             "run's own cost table. The dashed line is the exported checkpoint." + unvalidated,
             losses,
             "metrics.jsonl is absent or names no loss: this run has not been trained (run phases=[train])",
@@ -575,12 +604,15 @@ def category_counts(results: Results) -> str:
 
 
 EXAMPLES = 3
-"""Responses whose rounds are shown, each of another category."""
+"""Number of responses whose rounds are shown, each of a different category."""
 STAGE_COLOURS = ("#cfe3ff", "#c9efd0", "#ffe6b3", "#f6cfe0", "#ddd3f7")
 
 
 def example_sections(config: Config, results: Results) -> list[str]:
-    """The headline's rounds on a few prompts, token by token (the paper's Figure A1). Empty for evaluations that recorded no tokens."""
+    """The headline's rounds on a few prompts, token by token, as in the DLoop paper's Figure A1.
+
+    Empty for evaluations that recorded no tokens.
+    """
     rows = [row for row in results.clocked[results.headline["label"]] if all("tokens" in one for one in row["rounds"])]
     chosen = list({row["category"]: row for row in reversed(rows)}.values())[:EXAMPLES]
     if not chosen:
@@ -590,7 +622,10 @@ def example_sections(config: Config, results: Results) -> list[str]:
         f'<span style="background:{colour}">stage {number}{"+" if number == len(STAGE_COLOURS) else ""}</span>'
         for number, colour in enumerate(STAGE_COLOURS, 1)
     )
-    note = f"Rounds of {results.headline['label']} end with a bar. {legend}; plain: the target's own, a correction or a bonus."
+    note = (
+        f"Rounds of {results.headline['label']} end with a bar. "
+        f"{legend}; plain: the target's own, a correction or a bonus."
+    )
     return [
         f'<h2>Example rounds</h2>\n<p class="note">{note}</p>',
         *(f'<p class="text">{coloured(row, tokenizer)}</p>' for row in chosen),
@@ -598,7 +633,7 @@ def example_sections(config: Config, results: Results) -> list[str]:
 
 
 def coloured(row: dict, tokenizer) -> str:
-    """A response as html, each token with the colour of the stage that drafted it."""
+    """A response as HTML. The colour of a token shows the stage that drafted it."""
     tokens, stages, ends = [row["first_token"]], [0], [True]
     for one in row["rounds"]:
         tokens += one["tokens"]
@@ -639,17 +674,23 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; }
 p.text { white-space: pre-wrap; border-left: 3px solid #e4e7eb; padding-left: .8rem; }
 span.end { color: #b0b6bd; }
 """
-CONVENTIONS = """Tau is the mean over responses of the mean over rounds of accepted + 1; the prefill's token is not counted and the last
+CONVENTIONS = """\
+Tau is the mean over responses of the mean over rounds of accepted + 1; the prefill's token is not counted and the last
 round counts whole.
-Speedup is the ratio of mean seconds per token, from the end of the first draft on. Every part of a round is charged the median of its
-kind in the run (a verification by its tokens), which other work on the machine does not move; clock is the same by the clock. Micro values pool all rounds or tokens.
-Intervals are 95 %, from a bootstrap that draws prompts, the same for both sides of a ratio. S is the mean number of stages in a round.
-Full: rounds whose first stage was accepted whole. Same text: responses equal to plain decoding's; in low precision two nearly equal
-logits of the target may change places, and the line under the table says how nearly. Above temperature 0 texts are not compared."""
+Speedup is the ratio of mean seconds per token, from the end of the first draft on. \
+Every part of a round is charged the median of its
+kind in the run (a verification by its tokens), which other work on the machine does not move; \
+clock is the same by the clock. Micro values pool all rounds or tokens.
+Intervals are 95 %, from a bootstrap that draws prompts, the same for both sides of a ratio. \
+S is the mean number of stages in a round.
+Full: rounds whose first stage was accepted whole. Same text: responses equal to plain decoding's; \
+in low precision two nearly equal
+logits of the target may change places, and the line under the table says how nearly. \
+Above temperature 0 texts are not compared."""
 
 
 def page(report: dict, shown: list[Exhibit], examples: list[str]) -> str:
-    """The whole html: nothing is loaded from elsewhere."""
+    """The whole HTML page. It loads nothing from elsewhere."""
     body = [
         f"<h1>{escape(report['run']['name'])}</h1>",
         f'<p class="lead">{escape(headline(report))}.</p>',
@@ -658,12 +699,14 @@ def page(report: dict, shown: list[Exhibit], examples: list[str]) -> str:
         *(f'<p class="note">{escape(line)}.</p>' for line in conclusions(report)[1:]),
         "<h2>By replay</h2>",
         html_table(replayed_rows(report)),
-        f'<p class="note">{escape(replayed_title(report))} speed over {escape(report["reference"])} by category in the last columns.</p>',
+        f'<p class="note">{escape(replayed_title(report))} '
+        f"speed over {escape(report['reference'])} by category in the last columns.</p>",
         *examples,
     ]
     body += [*map(section, shown[:2]), *stage_tables(report), *map(section, shown[2:])]
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width">'
         f"<title>{escape(report['run']['name'])}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + f"\n<footer><h2>Conventions</h2><p>{escape(CONVENTIONS)}</p></footer>\n</body></html>\n"
@@ -695,7 +738,8 @@ def section(one: Exhibit) -> str:
     if one.image is None:
         return f'<h2>{escape(one.title)}</h2>\n<p class="note">Left out: {escape(one.missing)}.</p>'
     return (
-        f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" src="data:image/png;base64,{base64.b64encode(one.image).decode()}">'
+        f'<h2>{escape(one.title)}</h2>\n<figure><img alt="{escape(one.title)}" '
+        f'src="data:image/png;base64,{base64.b64encode(one.image).decode()}">'
         f"<figcaption>{escape(one.caption)}</figcaption></figure>"
     )
 
@@ -771,7 +815,7 @@ def html_table(rows: list[dict[str, str]]) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """Twice the shown size, so that it stays sharp on a dense screen."""
+    """A figure as PNG, at twice the displayed size so that it is sharp on high-density screens."""
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=200)
     return data.getvalue()

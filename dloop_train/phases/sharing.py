@@ -1,4 +1,7 @@
-"""Sharing: files made one by one, shared out over the ranks. A killed phase goes on with those that are missing."""
+"""Sharing: divide the files of a phase among the ranks.
+
+A phase that was killed continues with the files that are missing.
+"""
 
 import os
 import time
@@ -10,26 +13,33 @@ from tqdm import tqdm
 from dloop_train.ranks import rank, world_size
 
 LOOK_AGAIN = 1.0
-"""Seconds between looks at what the other ranks have made."""
+"""Seconds between two checks for the files of the other ranks."""
 
 
 def missing(files: Sequence[Path]) -> list[int]:
-    """Numbers of the files that are not there yet."""
+    """Numbers of the files that do not exist yet."""
     there = names(files)
     return [number for number, file in enumerate(files) if file.name not in there]
 
 
 def here(numbers: Sequence[int]) -> list[int]:
-    """Those that this rank makes. By their number alone, so that ranks which look at different times agree."""
+    """Those of the numbers that this rank makes.
+
+    The choice depends on the number only, so that ranks that list the folder at different times choose alike.
+    """
     return [number for number in numbers if number % world_size() == rank()]
 
 
 def make_files(
     files: Sequence[Path], sizes: Sequence[int], make: Callable[[int], int], *, unit: str, desc: str
 ) -> None:
-    """Make this rank's share of what is missing, and wait for the others'; the first rank shows how far all are. `make` returns its tokens.
+    """Make this rank's share of the missing files, and wait until the other ranks have made theirs.
 
-    Ranks meet in the file system: a rank that dies is its starter's matter, and none waits in a collective meanwhile.
+    `make` writes the file of a number and returns the number of its tokens. `sizes` are counted in `unit`;
+    the first rank shows the progress of all ranks.
+
+    Ranks synchronise through the file system, so that none hangs in a collective operation if another one dies.
+    The process that started the ranks detects that.
     """
     with tqdm(total=int(sum(sizes)), unit=unit, unit_scale=True, desc=desc, disable=rank() != 0) as bar:
         show(bar, files, sizes)
@@ -52,5 +62,5 @@ def show(bar: tqdm, files: Sequence[Path], sizes: Sequence[int]) -> None:
 
 
 def names(files: Sequence[Path]) -> set[str]:
-    """What is in their folder: one look, however many they are."""
+    """Names of all entries in the folder of the files, from one directory listing however many files there are."""
     return {entry.name for entry in os.scandir(files[0].parent)} if files and files[0].parent.is_dir() else set()

@@ -26,7 +26,10 @@ from dloop_train.training.metrics import MetricLog
 from dloop_train.training.saves import best_of, last_of
 
 DONE = "done.json"
-"""Beside the checkpoints: the step at which the training was over, and after how many worse validations where patience ended it."""
+"""File beside the checkpoints: the step at which the training ended.
+
+If patience ended it, also the number of validations since the best one.
+"""
 FREE = (
     "micro_batch_size",
     "save_every",
@@ -41,9 +44,12 @@ FREE = (
     "pack",
     "recompute",
 )
-"""Settings of train that may change between two starts of one training: no number of it depends on them, or only by the order of a sum."""
+"""Settings of train that may change when a training is resumed.
+
+The numbers of the training do not depend on them, or only through the order of a sum.
+"""
 OF_VALIDATION = "validate_prompts"
-"""Not of the training's numbers, but of what its checkpoints are compared by."""
+"""Setting of train that changes the comparison of checkpoints, but not the numbers of the training."""
 
 
 def run(config: Config) -> None:
@@ -62,7 +68,7 @@ def run(config: Config) -> None:
 
 
 def settings_of(config: Config) -> dict:
-    """What decides the numbers of a training; a run folder belongs to one such set."""
+    """The settings that determine the numbers of a training; a run folder belongs to one set of them."""
     train = {name: value for name, value in asdict(config.train).items() if name not in (*FREE, OF_VALIDATION)}
     drafter = {key: value for key, value in asdict(config.drafter).items() if key != "released"} | {
         "family": config.drafter.family
@@ -77,12 +83,12 @@ def settings_of(config: Config) -> dict:
 
 
 def free_settings_of(config: Config) -> dict:
-    """What may differ when a training goes on."""
+    """The settings that may differ when a training is resumed."""
     return {f"train.{name}": value for name, value in asdict(config.train).items() if name in FREE}
 
 
 def require_settings(config: Config, folder: Path) -> None:
-    """Refuse to go on in a folder that another training made; say what else has changed."""
+    """Raise ValueError if the folder has a training with other settings; print the free settings that have changed."""
     path, free = folder / "training.json", folder / "training_free.json"
     if path.is_file():
         found = json.loads(path.read_text())
@@ -98,22 +104,24 @@ def require_settings(config: Config, folder: Path) -> None:
 
 
 def require_division(found: dict | None, wanted: dict, folder: Path) -> None:
-    """A checkpoint cannot be read at another ZeRO stage, nor with or without offload."""
+    """Raise ValueError if the ZeRO stage or offload has changed, since DeepSpeed cannot read the checkpoints then."""
 
     def named(settings: dict) -> str:
         return f"deepspeed=zero{settings['stage']} deepspeed.offload={str(settings['offload']).lower()}"
 
     if found is not None and found != wanted:
         raise ValueError(
-            f"{folder} was trained with {named(found)}, this run has {named(wanted)}, and DeepSpeed cannot read its checkpoints at another stage; "
+            f"{folder} was trained with {named(found)}, this run has {named(wanted)}, "
+            f"and DeepSpeed cannot read its checkpoints at another stage; "
             f"go on with {named(found)}, or choose another name= (or root=) to start anew"
         )
 
 
 def finished(config: Config) -> bool:
-    """Whether the last checkpoint is the one that a training ended with; another may have begun anew beside its note.
+    """Whether the last checkpoint is the one with which the training ended.
 
-    One that patience ended goes on when there is more of it, or none is asked for.
+    The steps are compared because a new training may have begun beside the done.json of an old one. A training that
+    patience ended is not finished if train.patience has been raised above the recorded number or set to 0.
     """
     folder = artifacts.run_folder(config) / "checkpoints"
     last, done = last_of(folder), folder / DONE
@@ -125,7 +133,7 @@ def finished(config: Config) -> bool:
 
 def make_drafter(config: Config) -> Drafter:
     """The drafter that training starts from."""
-    torch.manual_seed(config.train.seed)  # parts that no weights are given to start at random
+    torch.manual_seed(config.train.seed)  # parts without given weights start at random
     drafter = bare_drafter(config)
     if config.drafter.init == "scratch":
         initialise(drafter, config)
@@ -138,7 +146,7 @@ def make_drafter(config: Config) -> Drafter:
 
 
 def reduce_vocabulary(config: Config) -> Drafter:
-    """Released weights with the tokens alone that this run's responses hold most often."""
+    """The released drafter with its vocabulary reduced to the most frequent tokens of this run's responses."""
     whole = create_drafter(
         replace(config.drafter, draft_vocab_size=0),
         load_spec(config.target),
@@ -154,12 +162,12 @@ def reduce_vocabulary(config: Config) -> Drafter:
 
 
 def bare_drafter(config: Config) -> Drafter:
-    """A drafter that waits for weights, or that has its released ones."""
+    """A drafter with its released weights, or, from scratch, with weights that are still to be set."""
     return create_drafter(config.drafter, load_spec(config.target), load_head(config.target), artifacts.taps(config))
 
 
 def initialise(drafter: Drafter, config: Config) -> None:
-    """The weights of a drafter from scratch: another's backbone, or the target's last layers."""
+    """Set the weights of a drafter from scratch: from drafter.backbone, or else from the target's last layers."""
     if config.drafter.backbone:
         fill_backbone(drafter, locate_drafter(config.drafter.backbone, config.drafter.revision))
         with torch.no_grad():
@@ -181,13 +189,13 @@ def rank_main(config: Config) -> None:
 
 
 def train(config: Config) -> bool:
-    """Whether the training is over; False where it was asked to stop on the way."""
+    """Run the training. Returns whether it is over; False if it was asked to stop before its end."""
     initialise_distributed(config.launch.threads)
     folder = artifacts.run_folder(config)
     source = training_source(config)
     drafter = make_drafter(config)
     if isinstance(source, OnlineSource):
-        drafter.attach_head(TargetHead.of(source.target))  # one copy of the two largest matrices
+        drafter.attach_head(TargetHead.of(source.target))  # one copy of the two largest matrices, embedding and lm_head
     checkpoints = folder / "checkpoints"
     last, best = last_of(checkpoints), best_of(checkpoints)
     log = MetricLog(
@@ -200,7 +208,8 @@ def train(config: Config) -> bool:
     )
     trainer = Trainer(drafter, source, config.train, config.deepspeed, checkpoints, log)
     say(
-        f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), {len(source)} samples, "
+        f"train: {trainer.plan.steps} steps of {config.train.batch_size} sequences on {world_size()} rank(s), "
+        f"{len(source)} samples, "
         f"{sum(p.numel() for p in drafter.parameters()) / 1e6:.1f} M parameters"
     )
     over = trainer.train(Validator(config, source.target if isinstance(source, OnlineSource) else None))
@@ -215,5 +224,5 @@ def train(config: Config) -> bool:
             ),
         )
     log.close()
-    barrier()  # whoever leaves first with an exit code ends the others
+    barrier()  # the first rank that exits with a nonzero code ends the others
     return over

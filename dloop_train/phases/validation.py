@@ -1,4 +1,7 @@
-"""Validation: what a checkpoint decodes like, by replay on validation responses under the run's own cost table, and its loss there."""
+"""Validation: predicted decoding speed, tau and loss of a checkpoint on validation responses.
+
+Speed and tau are predicted by replay under the run's own cost table.
+"""
 
 import json
 import time
@@ -33,22 +36,25 @@ LOG = "validation.jsonl"
 COSTS = "costs.json"
 VALIDATED_BY = "validated_by.json"
 BINS = 20
-"""Of the gate's score, as the probability exp(score) in [0, 1]."""
+"""Number of bins of the gate's score, as the probability exp(score) in [0, 1]."""
 
 
 class Validator:
-    """Called by every rank with the same drafter; the responses are shared out, the result is the same everywhere."""
+    """Validates a drafter. Called by every rank with the same drafter.
+
+    The responses are divided among the ranks; the result is the same on all ranks.
+    """
 
     def __init__(self, config: Config, target: Target | None = None):
-        """`target` is one that this rank has loaded already; it serves if it computes as the drafter does."""
+        """`target` is one that this rank has loaded already. It is used if its dtype is train.precision."""
         self.config, self.folder = config, artifacts.run_folder(config)
         answered = artifacts.greedy_responses(config, "validation")[: config.train.validate_prompts]
-        self.responses = [
-            response for response in answered if len(response.response_ids) > 1
-        ]  # one token leaves nothing to draft
+        # After a response of one token, the prefill's, there is nothing to draft.
+        self.responses = [response for response in answered if len(response.response_ids) > 1]
         if config.gate.by_replay and not self.responses:
             raise ValueError(
-                f"gate.threshold=replay chooses on validation responses, and there are none: set gate.threshold={config.gate.paper_threshold:g}, "
+                f"gate.threshold=replay chooses on validation responses, and there are none: "
+                f"set gate.threshold={config.gate.paper_threshold:g}, "
                 f"or raise train.validate_prompts and generate.greedy_prompts"
             )
         self.stages = max(config.train.depth_exposure + 1, 2)
@@ -70,27 +76,29 @@ class Validator:
         drafter.train(training)
         seconds = time.perf_counter() - started
         if not self.lent:
-            self.target.model.to("cpu")  # between validations its memory is the training's
-        untrained = step == 0 and self.config.drafter.init == "scratch"  # no drafter that anybody would export
+            self.target.model.to("cpu")  # between validations training needs the memory
+        untrained = step == 0 and self.config.drafter.init == "scratch"  # no candidate for the best checkpoint
         return Validation(row | {"seconds": seconds}, None if untrained else score, seconds)
 
     def fetch_target(self, device: torch.device) -> None:
-        """The target on the device, where it stays only if training uses it too."""
+        """Load the target if necessary and move it to the device. It stays there only if training uses it too."""
         if self.target is None:
             self.target = load_target(self.config.target, dtype=self.config.train.precision, device=device)
         if not self.lent:
             self.target.model.to(device)
 
     def costs(self, drafter: Drafter) -> Costs:
-        """The run's cost table: measured once, by the first rank, so that all checkpoints are compared under the same."""
+        """The run's cost table.
+
+        It is measured once, by the first rank, so that all checkpoints are compared under the same costs.
+        """
         path = self.folder / COSTS
         if rank() == 0 and not path.is_file():
             prompts = [response.prompt_ids for response in sorted(self.responses, key=lambda r: -len(r.response_ids))]
             measured = measure_costs(self.target, drafter, prompts, stages=min(MEASURED_DEPTH, self.stages))
             write_atomic(path, json.dumps(measured.row(), indent=1))
-        table, *_ = gather_over_ranks(
-            json.loads(path.read_text()) if rank() == 0 else None
-        )  # on another node the file may not be seen yet
+        # The first rank sends the table, since the file may not be visible on another node yet.
+        table, *_ = gather_over_ranks(json.loads(path.read_text()) if rank() == 0 else None)
         return Costs.of(table)
 
     def replay(self, drafter: Drafter) -> list[Replay]:
@@ -107,18 +115,17 @@ class Validator:
             stages=self.stages,
             max_new_tokens=longest,
         )
-        shares = gather_over_ranks(mine)
+        shares = gather_over_ranks(mine)  # rank r has responses r, r + world_size, ...
         return [shares[at % len(shares)][at // len(shares)] for at in range(sum(map(len, shares)))]
 
     @torch.no_grad()
     def losses(self, drafter: Drafter) -> dict[str, float | list[float]]:
-        """The training's loss and accuracies on the same texts, from origins that are the same in every validation."""
+        """The training's loss and accuracies on the validation responses, from the same origins in every validation."""
         settings, parameter = self.config.train, next(drafter.parameters())
         unroll = Unroll(drafter, Terms(settings.depth_exposure, settings.stages), max_rows=settings.loss_rows)
         sums: dict = {}
-        for start in range(
-            0, len(self.responses), world_size()
-        ):  # every rank runs as many and has the same sums, if with nothing in them
+        # Every rank makes the same number of passes, so that all reduce the same sums; surplus passes have depth 0.
+        for start in range(0, len(self.responses), world_size()):
             at = start + rank()
             response = self.responses[at % len(self.responses)]
             batch = self.text(response).to(parameter.device, parameter.dtype)
@@ -137,7 +144,7 @@ class Validator:
         return {name: mean for name, mean in reduce_sums(sums).items() if name.startswith(("loss_", "accuracy_"))}
 
     def text(self, response: Response) -> TextBatch:
-        """A response with all that the drafter reads of the target, as one row."""
+        """A response with the features that the drafter reads, as a batch of one row."""
         feature_spec = artifacts.feature_spec(self.config)
         (sample,) = read_batch(
             self.target, [text_of(response, self.config.train.max_length)], feature_spec, self.target.dtype
@@ -148,7 +155,10 @@ class Validator:
 def predictions(
     records: Sequence[Replay], gate: Gate, thresholds: Sequence[float], costs: Costs, *, k: int
 ) -> tuple[dict, float]:
-    """The row of a validation, and predicted tokens per second under the gate: at its fastest threshold if that is still to be chosen."""
+    """The row of a validation, and predicted tokens per second under the gate.
+
+    If the threshold is still to be chosen, the gate has the fastest one.
+    """
     swept = sweep(records, candidates(gate, thresholds), costs, k, gate.max_stages)
     best = fastest(swept["sweep"], gate.paper_threshold) if swept["sweep"] else simulated(records, gate, costs)
     row = {
@@ -169,7 +179,10 @@ def predictions(
 
 
 def gate_scores(records: Sequence[Replay]) -> dict:
-    """First-stage scores at every position as probabilities: how many fall in each bin, and which share of those blocks is accepted whole."""
+    """First-stage scores at every position, as probabilities in bins.
+
+    Returns the number of scores in each bin and the share of these blocks that is accepted completely.
+    """
     probability = np.concatenate([record.scores[:, 0].exp().numpy() for record in records])
     full = np.concatenate([(record.accepted >= record.k).numpy() for record in records])
     counts, edges = np.histogram(probability, bins=BINS, range=(0, 1))
@@ -181,7 +194,7 @@ def gate_scores(records: Sequence[Replay]) -> dict:
 
 
 def settings_of(config: Config) -> dict:
-    """What scores and thresholds are chosen by."""
+    """The settings on which scores and chosen thresholds depend."""
     return {
         "gate": {"kind": type(config.gate).__name__, **asdict(config.gate)},
         "evaluate.thresholds": config.evaluate.thresholds,
@@ -191,14 +204,17 @@ def settings_of(config: Config) -> dict:
 
 
 def require_same_validation(config: Config) -> None:
-    """Stop where the run's validations so far were for another gate or on other prompts: what they said does not compare with what these settings would."""
+    """Raise ValueError if the run's validations so far used another gate or other prompts.
+
+    Their scores and thresholds could not be compared with new ones.
+    """
     path = artifacts.run_folder(config) / VALIDATED_BY
     if path.is_file():
         require_same(json.loads(path.read_text()), settings_of(config), path)
 
 
 def chosen_threshold(folder: Path, step: int) -> float | None:
-    """The threshold that validation chose at a step of the run in `folder`; None where that step was not validated."""
+    """The threshold that validation chose at a step of the run in `folder`; None if that step was not validated."""
     path = folder / LOG
     rows = [row for row in read_jsonl(path) if row["step"] == step and "threshold" in row] if path.is_file() else []
     return rows[-1]["threshold"] if rows else None

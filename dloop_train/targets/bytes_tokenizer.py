@@ -1,4 +1,4 @@
-"""A tokenizer of bytes with a chat template, for targets made of random numbers."""
+"""A byte-level tokenizer with a chat template, for targets with random weights."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

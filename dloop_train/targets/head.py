@@ -1,4 +1,7 @@
-"""TargetHead: embedding, final norm and lm_head of the target, loaded alone. Frozen, and never inside the DeepSpeed engine."""
+"""TargetHead: embedding, final norm and lm_head of the target, without its layers.
+
+They are frozen and never part of the DeepSpeed engine.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +9,10 @@ from torch import Tensor, nn
 
 
 class TargetHead(nn.Module):
-    """What a drafter borrows from its target. Tied matrices are held once, also when they move to another device or dtype."""
+    """The target's weights that a drafter uses.
+
+    Tied matrices are stored once, also after they are moved to another device or dtype.
+    """
 
     def __init__(
         self,
@@ -33,11 +39,11 @@ class TargetHead(nn.Module):
         return rows if self.embed_scale == 1.0 else rows * torch.tensor(self.embed_scale, dtype=rows.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states to logits over the vocabulary. [..., D] -> [..., V]"""
+        """Hidden states after the final norm to logits over the vocabulary. [..., D] -> [..., V]"""
         return softcapped(F.linear(hidden, self.lm_head_weight), self.softcap)
 
     def of_rows(self, ids: Tensor) -> "TargetHead":
-        """The same head with these rows of its lm_head alone, copied once. [V']"""
+        """A head with only the rows `ids` [V'] of this lm_head. The rows are copied; the rest is shared."""
         return TargetHead(
             self.embed_weight,
             self.lm_head_weight[ids],
@@ -48,7 +54,7 @@ class TargetHead(nn.Module):
 
     @staticmethod
     def of(target) -> "TargetHead":
-        """The head of a loaded target, sharing its memory."""
+        """The head of a loaded target; shares its memory."""
         return TargetHead(
             target.backbone.embed_tokens.weight,
             target.lm_head.weight,
@@ -61,11 +67,11 @@ class TargetHead(nn.Module):
 def most_likely(logits: Tensor) -> Tensor:
     """The first id of the largest logit. [..., V] -> [...]
 
-    What argmax says; of bf16 rows on a CPU torch's maximum with indices is several times faster.
+    The same as argmax. For bf16 rows on a CPU, torch's maximum with indices is several times faster.
     """
     return logits.max(-1).indices
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """Gemma's bound on its logits."""
+    """Gemma's softcapping of logits; None leaves them unchanged."""
     return logits if cap is None else torch.tanh(logits / cap) * cap

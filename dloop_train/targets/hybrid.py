@@ -1,4 +1,8 @@
-"""HybridTarget: targets (Qwen3.5) whose linear-attention layers carry a running state; rejected rows are undone by replaying those layers alone."""
+"""HybridTarget: targets with linear-attention layers (Qwen3.5), whose state must be rolled back.
+
+The recurrent state includes all rows of a read. If some are rejected, the state from before the read is restored, and
+only the linear-attention layers are run again, on the accepted rows.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -14,7 +18,7 @@ from dloop_train.types import TargetSpec
 
 @dataclass(frozen=True)
 class Rewind:
-    """The linear layers as they stood before a read, and what the read fed them; by layer."""
+    """States of the linear layers before a read, and their inputs in this read; by layer index."""
 
     convolutions: dict[int, Tensor]  # [B, channels, kernel]
     states: dict[int, Tensor]  # [B, heads, key, value]
@@ -22,7 +26,7 @@ class Rewind:
 
 
 class HybridCache(DynamicCache):
-    """A cache that can take back its newest read, where that read may have to be taken back."""
+    """A cache with a snapshot from before its newest read, if rows of that read may be rejected."""
 
     def __init__(self, config):
         super().__init__(config=config)
@@ -30,7 +34,10 @@ class HybridCache(DynamicCache):
 
 
 class Inputs:
-    """What the linear layers' hooks write to, while somebody wants it. They hold this and not the target (see Tapped)."""
+    """Inputs that the linear layers' hooks record; `rows` is None while nothing is recorded.
+
+    The hooks refer to this object and not to the target (see Tapped).
+    """
 
     def __init__(self):
         self.rows: dict[int, Tensor] | None = None
@@ -44,10 +51,13 @@ class Inputs:
 
 
 class HybridTarget(Target):
-    """A target that mixes linear with full attention. A draft is a chain here: the state has no room for the branches of a tree."""
+    """A target that mixes linear with full attention.
+
+    A draft must be a chain: the recurrent state cannot hold the branches of a tree.
+    """
 
     norm_centre = 1.0
-    shares_prefix = False  # a running state does not skip padding in the middle
+    shares_prefix = False  # the recurrent state would include padding in the middle
 
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         super().__init__(model, tokenizer, spec)
@@ -58,7 +68,7 @@ class HybridTarget(Target):
             if kind == "linear_attention"
         }
         parameters = inspect.signature(next(iter(self._linear.values())).forward).parameters
-        self._state_argument = "cache" if "cache" in parameters else "cache_params"  # moved like the backbone's
+        self._state_argument = "cache" if "cache" in parameters else "cache_params"  # renamed like the backbone's
         self._inputs = Inputs()
         for index, module in self._linear.items():
             module.register_forward_pre_hook(self._inputs.recorder(index), with_kwargs=True)
@@ -67,7 +77,7 @@ class HybridTarget(Target):
         return HybridCache(self.model.config)
 
     def before_read(self, cache: HybridCache | None, count: int) -> None:
-        """Prefills and plain decoding, where nothing is ever rejected, pay for no snapshot."""
+        """Take a snapshot of the linear layers, except for prefills and single tokens, which are never rejected."""
         self._inputs.rows = None
         if cache is None:
             return
@@ -86,8 +96,8 @@ class HybridTarget(Target):
     def commit(self, cache: HybridCache, past: int, path: Sequence[int]) -> None:
         if not is_prefix(path):
             raise ValueError(
-                f"target {self.spec.name} has linear-attention layers and keeps the first rows of a draft only, got the path "
-                f"{list(path)}; draft chains, or choose a target with plain attention for trees"
+                f"target {self.spec.name} has linear-attention layers and keeps the first rows of a draft only, "
+                f"got the path {list(path)}; draft chains, or choose a target with plain attention for trees"
             )
         rejected = cache.get_seq_length() > past + len(path)
         for index, layer in enumerate(cache.layers):
@@ -98,7 +108,10 @@ class HybridTarget(Target):
         cache.rewind = None
 
     def _replay(self, cache: HybridCache, count: int) -> None:
-        """Put the linear layers back and feed them the first `count` rows again: their share of a pass, without attention, MLP and lm_head."""
+        """Restore the linear layers' states and run these layers again on the first `count` rows.
+
+        The other parts of a pass (attention, MLP, lm_head) are not needed.
+        """
         rewind, self._inputs.rows = cache.rewind, None
         assert rewind is not None, "only a read of several tokens after others can be taken back"
         for index, module in self._linear.items():

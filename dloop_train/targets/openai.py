@@ -1,4 +1,7 @@
-"""OpenAI: a responder of servers that speak OpenAI's protocol (vLLM, SGLang ...), asked for completions of prompts that are ids already."""
+"""OpenAI: a responder for servers with OpenAI's completions API (vLLM, SGLang and others).
+
+Prompts are sent as token ids.
+"""
 
 import http.client
 import itertools
@@ -17,37 +20,41 @@ from dloop_train.ranks import say
 from dloop_train.targets.responders import Refusal, Remote, key_of_noise
 
 REFUSED = (400, 413, 422)
-"""Statuses that speak of this prompt alone."""
+"""HTTP statuses that concern a single prompt: it is refused and not retried."""
 PASSING = (408, 425, 429)
-"""Statuses that may be gone next time, as all from 500 on."""
+"""HTTP statuses of temporary errors, which are retried, as are all from 500 on."""
 LONGEST_PAUSE = 30.0
+"""Longest pause between two tries, in seconds."""
 JUDGED = 64
-"""Tokens of a greedy answer that a server's model is known by."""
+"""Largest number of tokens of a greedy answer that a server's choices are compared with."""
 STRANGE = 8
-"""Of them, other tokens after which a text is judged no further."""
+"""Number of different tokens after which the comparison with a text ends."""
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no text; tokenised again it is a character of its own."""
+"""Decoders write this character for bytes that are not valid text. It does not tokenise to the original ids."""
 
 
 @dataclass(kw_only=True)
 class OpenAI(Remote):
-    """Completions over HTTP: bounded in flight, tried again, each prompt with a seed of its own."""
+    """Completions over HTTP, with a bounded number of requests in flight, retries and a seed for each prompt."""
 
     urls: list[str]
-    """Base addresses, /v1 included; requests go round."""
+    """Base addresses, /v1 included. Requests are sent to them in turn."""
     model: str = ""
-    """The model's name on the servers; empty takes the only one that they have."""
+    """The model's name on the servers. If empty, the servers must have exactly one model, which is used."""
     concurrency: int = 256
     """Requests in flight, over all servers."""
     retries: int = 8
-    """Tries after the first, half a second apart, then twice as long each time up to half a minute."""
+    """Tries after the first one. The pause before them starts at half a second and doubles up to half a minute."""
     timeout: float = 600.0
-    """Seconds that a server may be silent."""
+    """Socket timeout in seconds."""
     agreement: float = 0.95
-    """Smallest share of the tokens of the target's own greedy answers that each server must choose too, every one after the target's own text before it.
-    Other kernels turn over near ties alone (SmolLM2-135M's bf16 text in fp32: 2 tokens of 100); with one layer of 30 missing 20 of 100 differ."""
+    """Smallest share of the tokens of the target's own greedy answers that each server must choose too.
+
+    Each token is predicted after the target's own text before it. Other kernels change only near ties (SmolLM2-135M's
+    bf16 text in fp32: 2 tokens of 100 differ). With one layer of 30 missing, 20 of 100 differ.
+    """
     api_key: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key, for servers that want one."""
+    """Environment variable with the API key, for servers that require one."""
 
     def __post_init__(self):
         check(bool(self.urls), "responder.urls is empty; name at least one server, such as http://localhost:8000/v1")
@@ -81,7 +88,10 @@ class OpenAI(Remote):
     def require_target(
         self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer
     ) -> None:
-        """Each server by itself, whatever its model is called: a smaller sibling reads and writes the same ids."""
+        """Check each server separately by its greedy tokens.
+
+        Names and token ids are not enough: a smaller model of the same family has the same vocabulary.
+        """
         client, reader = Client(self), Reader(target, tokenizer)
         greedy = replace(target, sampling=SamplingConfig(temperature=0.0))
 
@@ -129,7 +139,7 @@ class OpenAI(Remote):
 
 
 def request_for(question: Question, model: str, target: TargetConfig, generate: GenerateConfig) -> dict:
-    """The body of a completion. Greedy where the temperature is 0; servers that do not know a field ignore it."""
+    """The body of a completion request; greedy if the temperature is 0. Servers ignore fields they do not support."""
     sampling = target.sampling
     return {
         "model": model,
@@ -147,12 +157,12 @@ def request_for(question: Question, model: str, target: TargetConfig, generate: 
 
 
 class Refused(ValueError):
-    """A prompt that cannot be had an answer to, and why."""
+    """A prompt has no usable answer. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many tokens of the target's own greedy answers were judged, and how many of them a server chooses too."""
+    """Number of compared tokens of the target's own greedy answers, and how many of them a server chooses too."""
 
     judged: int
     same: int
@@ -162,13 +172,17 @@ class Agreement:
 
 
 def agreement(next_tokens: Callable[[list[int], int], list[int]], text: Response) -> Agreement:
-    """Of one text. next_tokens(ids so far, how many more) are a server's greedy tokens. Where they part from the text, it is asked again after the text's own token,
-    so that every token is judged after the same ones before it, and one turned over does not cost the rest."""
+    """Compare a server's greedy tokens with one of the target's greedy answers.
+
+    next_tokens(ids so far, number of further tokens) returns the server's tokens. After a difference it is called again
+    with the text's own token appended. So every token is compared after the same preceding tokens, and one difference
+    does not affect the tokens after it.
+    """
     own, at, strange = text.response_ids[:JUDGED], 0, 0
     while at < len(own) and strange < STRANGE:
         try:
             chosen = next_tokens(text.prompt_ids + own[:at], len(own) - at)
-        except Refused:  # too long for the server, or bytes that are no text: this says nothing of its model
+        except Refused:  # too long for the server, or not valid text: no evidence about its model
             break
         same = next(
             (number for number, token in enumerate(own[at:]) if chosen[number : number + 1] != [token]), len(own) - at
@@ -180,24 +194,28 @@ def agreement(next_tokens: Callable[[list[int], int], list[int]], text: Response
 
 
 def require_agreement(found: Agreement, least: float, server: str, target: TargetConfig) -> None:
+    """Raise ValueError if the server chooses too few of the target's tokens; only warn if none were compared."""
     if not found.judged:
         say(
-            f"generate: WARNING: nothing shows that {server} is the target {target.name}: no greedy answer of validation or test could be compared; "
+            f"generate: WARNING: nothing shows that {server} is the target {target.name}: "
+            f"no greedy answer of validation or test could be compared; "
             f"generate.greedy_prompts, and prompts with a validation or test split, give some"
         )
         return
     other = found.judged - found.same
-    # One may always differ: of few tokens a single tie is a high share.
+    # One different token is always allowed: among few tokens, a single near tie is a large share.
     check(
         other <= max(1.0, (1 - least) * found.judged),
-        f"{server} is not the target {target.name} ({target.path}): after the target's own greedy text it chooses the target's token {found.same} times of {found.judged}, "
-        f"responder.agreement={least} is asked. Serve the target itself, or lower responder.agreement where the server's copy is only rounded more coarsely",
+        f"{server} is not the target {target.name} ({target.path}): "
+        f"after the target's own greedy text it chooses the target's token {found.same} times of {found.judged}, "
+        f"responder.agreement={least} is asked. "
+        f"Serve the target itself, or lower responder.agreement where the server's copy is only rounded more coarsely",
     )
     say(f"generate: {server} chooses {found.same} of {found.judged} tokens of the target's own greedy text")
 
 
 class Reader:
-    """Turns a server's answer into ids."""
+    """Converts completions of a server into responses."""
 
     def __init__(self, target: TargetConfig, tokenizer):
         self.stop_ids, self.tokenizer, self.warned = tuple(target.stop_ids), tokenizer, False
@@ -221,13 +239,17 @@ class Reader:
         return question.answered(ids, self.stop_ids, self.tokenizer)
 
     def tokens_of(self, choice: dict) -> list[int]:
-        """The server's own ids; its text's where it gives none, which must say the same again."""
+        """The server's token ids. If it returns none, its text is tokenised again.
+
+        Raises Refused if these ids do not decode to the same text.
+        """
         if choice.get("token_ids") is not None:
             return list(choice["token_ids"])
         if not self.warned:
             self.warned = True
             say(
-                "generate: the server returns no token ids (vLLM does, with return_token_ids): its texts are tokenised again, and answers that change by it are left out"
+                "generate: the server returns no token ids (vLLM does, with return_token_ids): "
+                "its texts are tokenised again, and answers that change by it are left out"
             )
         ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         if self.tokenizer.decode(ids, skip_special_tokens=False) != choice["text"] or UNREADABLE in choice["text"]:
@@ -236,7 +258,7 @@ class Reader:
 
 
 class Client:
-    """Asks the servers in turn; a connection for each thread and server stays open."""
+    """HTTP client that uses the servers in turn. Each thread keeps one connection per server open."""
 
     def __init__(self, settings: OpenAI):
         self.settings = settings
@@ -250,7 +272,7 @@ class Client:
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def complete(self, body: dict) -> dict:
-        """A completion from whichever server is next; a failing one hands on to the next."""
+        """A completion from the next server in turn. Each retry is sent to the server after it."""
         start = next(self.turn)
         return self.retry(lambda attempt: f"{self.urls[(start + attempt) % len(self.urls)]}/completions", body)
 
@@ -258,7 +280,10 @@ class Client:
         return self.retry(lambda attempt: url, body)
 
     def retry(self, url_of: Callable[[int], str], body: dict | None) -> dict:
-        """Until an answer comes, tries are used up, or somebody else has given up."""
+        """Send a request until it succeeds.
+
+        Raises ConnectionError after the last try, or after a failed try if another request has failed for good.
+        """
         for attempt in range(self.settings.retries + 1):
             url = url_of(attempt)
             try:
@@ -284,7 +309,8 @@ class Client:
             raise ConnectionError(f"status {response.status}: {message_of(text)}")
         check(
             response.status == 200,
-            f"{url} answered {response.status}: {message_of(text)}; look at responder.urls, responder.model and the key in ${self.settings.api_key}",
+            f"{url} answered {response.status}: {message_of(text)}; "
+            f"look at responder.urls, responder.model and the key in ${self.settings.api_key}",
         )
         return json.loads(text)
 
@@ -303,12 +329,15 @@ class Client:
 
 
 def message_of(text: bytes) -> str:
-    """What a server says for itself, in one line."""
+    """The start of a server's error message, in one line."""
     return " ".join(text.decode(errors="replace").split())[:300]
 
 
 def as_completed(work: Callable, items: Iterable, most: int, stop: threading.Event) -> Iterator:
-    """work(item) of every item, as each is done, at most so many at once. After a failure nothing new is begun, what is under way still counts, then it is raised."""
+    """Yield work(item) for every item as each one finishes, with at most `most` running at once.
+
+    After a failure no further item is started. Items that are running are still yielded, then the failure is raised.
+    """
     done: SimpleQueue[Future] = SimpleQueue()
     waiting, running, failure = iter(items), 0, None
     with ThreadPoolExecutor(most) as pool:
@@ -327,6 +356,6 @@ def as_completed(work: Callable, items: Iterable, most: int, stop: threading.Eve
                     failure = failure or finished.exception()
                     stop.set()
         finally:
-            stop.set()  # also where the reader of the answers has failed, or the user has
+            stop.set()  # also if the consumer of the results failed or was interrupted
     if failure:
         raise failure

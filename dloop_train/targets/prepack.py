@@ -1,4 +1,7 @@
-"""Prepacked linear layers: bf16 weights kept in oneDNN's own layout, so that a CPU does not reorder them at every call."""
+"""Prepacked linear layers: bf16 weights in oneDNN's own layout.
+
+A CPU would otherwise reorder the weights at every call.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -6,11 +9,11 @@ from torch import Tensor, nn
 from dloop_train.targets.target import Target
 
 ROWS = 192
-"""Rows of a product that the layout is chosen for; any number is right."""
+"""Number of input rows that the layout is chosen for. Results are correct for any number."""
 
 
 class PrepackedLinear(nn.Module):
-    """A frozen bias-free linear layer; the same products as nn.Linear, several times as fast in batched decoding."""
+    """A frozen linear layer without bias: computes the same as nn.Linear, several times as fast in batched decoding."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -22,7 +25,7 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack(target: Target) -> Target:
-    """Pack the linear layers of a bf16 target on a CPU, in place; elsewhere nothing changes."""
+    """Pack the linear layers of a bf16 target on a CPU, in place. Other targets stay as they are."""
     if target.device.type != "cpu" or target.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return target
     for module in list(target.backbone.modules()):

@@ -1,4 +1,7 @@
-"""Recorded: answers of the target that somebody has sampled already, from a file: responder=recorded responder.path=<jsonl or jsonl.gz>."""
+"""Recorded: a responder that reads the target's answers from a file.
+
+Selected with responder=recorded responder.path=<jsonl or jsonl.gz>.
+"""
 
 import gzip
 import hashlib
@@ -16,14 +19,14 @@ from dloop_train.targets.responders import Refusal, Remote
 
 @dataclass(kw_only=True)
 class Recorded(Remote):
-    """A file of {"id", "response_ids", and "prompt_ids" or their "prompt_sha256"} rows, such as the train.jsonl of a responses folder.
+    """A file of {"id", "response_ids", and "prompt_ids" or their "prompt_sha256"} rows.
 
-    An answer is taken where the prompt has the same id and the same tokens. Prompts without one are left out, and counted. The file is
-    held in memory, four bytes a token.
+    An example is the train.jsonl of a responses folder. An answer is used if its prompt has the same id and the same
+    tokens. Prompts without an answer are left out and counted. The file is held in memory, at four bytes per token.
     """
 
     path: str
-    """A file; builtin:<name> for one that comes with this package."""
+    """Path of the file; builtin:<name> is one that comes with this package."""
     max_refused: float = 1.0
 
     def __post_init__(self):
@@ -43,7 +46,7 @@ class Recorded(Remote):
     def require_target(
         self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer
     ) -> None:
-        """Whose answers a file holds is told by its prompts' tokens alone, answer by answer."""
+        """No check here: `answers` compares the tokens of every prompt with those of the file."""
 
     def answers(
         self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer
@@ -62,7 +65,7 @@ class Recorded(Remote):
 
 
 def read_recorded(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """Digest of the prompt's tokens and the answer's ids [n] int32, by id."""
+    """Digest of the prompt's tokens, and the answer's ids [n] int32, for every id of the file."""
     found = {}
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -88,11 +91,12 @@ def parsed(line: str, where: str) -> dict:
     )
     check(
         bool(good),
-        f"{where}: expected id, response_ids and prompt_ids or prompt_sha256, got {sorted(row) if isinstance(row, dict) else type(row).__name__}",
+        f"{where}: expected id, response_ids and prompt_ids or prompt_sha256, "
+        f"got {sorted(row) if isinstance(row, dict) else type(row).__name__}",
     )
     return row
 
 
 def prompt_digest(ids: Sequence[int]) -> str:
-    """Of a prompt's tokens: 16 hexadecimal digits."""
+    """The first 16 hexadecimal digits of the SHA-256 of a prompt's tokens."""
     return hashlib.sha256(np.array(ids, dtype="<i4").tobytes()).hexdigest()[:16]

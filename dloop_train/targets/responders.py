@@ -1,4 +1,8 @@
-"""Responders: who answers the training prompts. Here the target itself, in batches with sampling, or one prompt at a time greedily."""
+"""Responders: where the answers to the training prompts come from.
+
+This file has the base classes and decoding with the target itself: sampling in batches (`respond`), and greedy
+decoding of one prompt (`decode_plain`).
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +20,7 @@ from dloop_train.targets.target import Target
 
 @dataclass(frozen=True)
 class Refusal:
-    """A prompt that a server would not answer."""
+    """A prompt without a usable answer."""
 
     id: str
     reason: str
@@ -24,16 +28,16 @@ class Refusal:
 
 @dataclass(kw_only=True)
 class Responder:
-    """Who answers the training prompts."""
+    """Where the answers to the training prompts come from."""
 
     def settings(self) -> dict:
-        """What of it shapes the responses, for their key."""
+        """The settings that change the responses; they enter the responses' key."""
         raise NotImplementedError
 
 
 @dataclass(kw_only=True)
 class Local(Responder):
-    """The target on this run's own devices, its prompts shared out over the ranks."""
+    """The target on this run's own devices. The prompts are distributed over the ranks."""
 
     def settings(self) -> dict:
         return {}
@@ -41,40 +45,40 @@ class Local(Responder):
 
 @dataclass(kw_only=True)
 class Remote(Responder):
-    """Somebody else, asked by the command's own process."""
+    """An external source of answers, used by the command's own process."""
 
     max_refused: float = 0.05
-    """Largest share of prompts that may be left out; more of them end the phase."""
+    """Largest share of prompts that may be left out. If more are, the phase fails."""
 
     def connect(self) -> str:
-        """The name of the model that answers; stops where nobody could."""
+        """The name of the model that answers. Raises an error if the source cannot be used."""
         raise NotImplementedError
 
     def require_target(
         self, model: str, known: Sequence[Response], target: TargetConfig, generate: GenerateConfig, tokenizer
     ) -> None:
-        """Stop where another model than the target would answer; `known` are greedy answers of the target's own."""
+        """Raise ValueError if another model than the target answers. `known` are the target's own greedy answers."""
         raise NotImplementedError
 
     def answers(
         self, model: str, questions: Iterable[Question], target: TargetConfig, generate: GenerateConfig, tokenizer
     ) -> Iterator[Response | Refusal]:
-        """Each question's answer as it comes, in any order."""
+        """The answer of each question as it arrives, in any order."""
         raise NotImplementedError
 
 
 def key_of_noise(identity: str, seed: int) -> int:
-    """64 bits that belong to one prompt."""
+    """A 64-bit seed for one prompt."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{identity}".encode()).digest()[:8], "little")
 
 
 def noise_of(identity: str, seed: int, length: int) -> Tensor:
-    """Uniform numbers that belong to one prompt, whatever batch it stands in. [length]"""
+    """Uniform random numbers for one prompt, independent of the batch that it is in. [length]"""
     return torch.from_numpy(np.random.Generator(np.random.Philox(key_of_noise(identity, seed))).random(length))
 
 
 def choose(logits: Tensor, uniform: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Tokens by inverse transform of the top-k, top-p distribution. [B, V] and [B] -> [B]"""
+    """Sample tokens from the top-k, top-p distribution by inverse transform. [B, V] and [B] -> [B]"""
     if sampling.temperature == 0:
         return most_likely(logits)
     top, ids = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
@@ -95,10 +99,10 @@ def respond(
     max_new_tokens: int,
     seed: int,
 ) -> list[list[int]]:
-    """Answers to a batch of prompts: response ids, the stop token included when one was reached.
+    """Answers to a batch of prompts: response ids, the stop token included if one was reached.
 
-    What all prompts begin with is read once. The rest is padded on the left. Finished sequences leave the batch once they are
-    a quarter of it.
+    The common prefix of all prompts is read once. The rest is padded on the left. Finished sequences are removed from
+    the batch when they make up a quarter of it.
     """
     shared = shared_prefix(prompts) if target.shares_prefix else 0
     longest = max(map(len, prompts))
@@ -142,12 +146,15 @@ def respond(
 
 
 SHORTEST_SHARED = 8
-"""Tokens of a common beginning that are worth a read of their own."""
+"""Shortest common prefix, in tokens, that is read separately."""
 
 
 def shared_prefix(prompts: Sequence[list[int]]) -> int:
-    """Tokens that all prompts begin with, such as those of a system prompt; each prompt keeps at least one of its own."""
-    first, last = min(prompts), max(prompts)  # in lexical order these two differ the earliest
+    """Length of the common prefix of all prompts, such as a system prompt; 0 below SHORTEST_SHARED.
+
+    At least one token of each prompt stays outside the prefix.
+    """
+    first, last = min(prompts), max(prompts)  # in lexical order, no other pair has a shorter common prefix
     most = min(min(map(len, prompts)) - 1, len(first) - 1)
     shared = next((place for place in range(most) if first[place] != last[place]), most)
     return shared if len(prompts) > 1 and shared >= SHORTEST_SHARED else 0

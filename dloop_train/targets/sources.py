@@ -1,4 +1,4 @@
-"""Sources: where a target comes from (hub, folder, a package that ships a GGUF, seeded random), loaded whole or as its head alone."""
+"""Sources: load a target, or only its head, from the hub, a folder, a Python package or a random seed."""
 
 import contextlib
 import importlib.metadata
@@ -28,13 +28,13 @@ ARCHITECTURES: dict[str, type[Target]] = {
     "gemma4_text": Gemma4Target,
     "gemma4_unified_text": Gemma4Target,
 }
-"""Who can handle the caches of a model type, as its text config names it."""
+"""Target class for each model type of a text config. The classes differ in how they roll back the KV cache."""
 
 
 def load_target(
     config: TargetConfig, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
 ) -> Target:
-    """The whole target, frozen; on an accelerator where there is one."""
+    """The whole target, frozen. The default device is an accelerator if one is available."""
     device = device or default_device()
     dtype = as_dtype(dtype or config.dtype)
     spec = load_spec(config)
@@ -46,7 +46,7 @@ def load_target(
 
 
 def load_tokenizer(config: TargetConfig):
-    """The target's tokenizer alone."""
+    """The target's tokenizer, without the model."""
     return (
         byte_tokenizer(config.stop_ids[0])
         if config.source == "random"
@@ -59,12 +59,12 @@ def default_device() -> torch.device:
 
 
 def load_spec(config: TargetConfig) -> TargetSpec:
-    """The sizes of a target, without its weights."""
+    """Sizes and special ids of a target, without loading its weights."""
     return spec_of(config, model_config_of(config))
 
 
 def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> TargetHead:
-    """Embedding, final norm and lm_head alone, read tensor by tensor from the target's safetensors."""
+    """Only embedding, final norm and lm_head, read tensor by tensor from the target's safetensors."""
     dtype = as_dtype(dtype)
     if config.source == "random":
         model = random_model(config)
@@ -75,7 +75,7 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
         }
     else:
         tensors = read_head_tensors(locate(config))
-    converted = {id(tensor): tensor.detach().to(dtype) for tensor in tensors.values()}  # tied ones stay one
+    converted = {id(tensor): tensor.detach().to(dtype) for tensor in tensors.values()}  # tied tensors stay one tensor
     return TargetHead(
         **{name: converted[id(tensor)] for name, tensor in tensors.items()},
         **head_scales(model_config_of(config).get_text_config()),
@@ -83,7 +83,10 @@ def load_head(config: TargetConfig, *, dtype: str | torch.dtype = "float32") -> 
 
 
 def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Embedding, final norm and lm_head of a checkpoint. In a multimodal one the text model's names have a longer prefix."""
+    """Embedding, final norm and lm_head of a checkpoint.
+
+    In multimodal checkpoints the names of the text model's tensors have a longer prefix.
+    """
     names = {
         "embed": ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
         "norm": ("model.norm.weight", "model.language_model.norm.weight"),
@@ -103,7 +106,8 @@ def read_head_tensors(folder: Path) -> dict[str, torch.Tensor]:
     missing = [names[role][0] for role in names if found.get(role) is None]
     if missing:
         raise ValueError(
-            f"{folder} has no tensors {missing}; a target's safetensors with a Llama, Qwen3, Qwen3.5 or Gemma 4 layout were expected"
+            f"{folder} has no tensors {missing}; "
+            f"a target's safetensors with a Llama, Qwen3, Qwen3.5 or Gemma 4 layout were expected"
         )
     return found
 
@@ -130,34 +134,37 @@ def spec_of(config: TargetConfig, model_config) -> TargetSpec:
     )
     if not 0 <= spec.mask_token_id < spec.vocab_size:
         raise ValueError(
-            f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding (0..{spec.vocab_size - 1})"
+            f"target.mask_token_id {spec.mask_token_id} is not a row of {config.name}'s embedding "
+            f"(0..{spec.vocab_size - 1})"
         )
     return spec
 
 
 def require_known(config: TargetConfig, model_config) -> None:
-    """Other architectures might run and be silently wrong after the first rejected draft."""
+    """Refuse other architectures, which might run but give wrong results after the first rejected draft."""
     architecture = model_config.get_text_config().model_type
     if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"target {config.name} is a {architecture}, whose caches nobody has taught dloop_train to roll back; it knows {sorted(ARCHITECTURES)}"
+            f"target {config.name} is a {architecture}, whose caches nobody has taught dloop_train to roll back; "
+            f"it knows {sorted(ARCHITECTURES)}"
         )
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(
-            f"target {config.name} is quantised, and its hidden states would not be those that the drafter meets elsewhere; "
+            f"target {config.name} is quantised, "
+            f"and its hidden states would not be those that the drafter meets elsewhere; "
             f"choose the bf16 weights that it was made from"
         )
 
 
 def head_scales(text) -> dict[str, float | None]:
-    """What a text config does to embeddings and logits besides the two matrices."""
-    # Gemma keeps the factor in a buffer of fp32, also when it computes in fp64.
+    """Scale of the embeddings and softcap of the logits, from a text config."""
+    # Gemma keeps the factor in an fp32 buffer, also when it computes in fp64.
     embed_scale = torch.tensor(text.hidden_size**0.5).item() if text.model_type.startswith("gemma") else 1.0
     return {"embed_scale": embed_scale, "softcap": getattr(text, "final_logit_softcapping", None)}
 
 
 def shared_kv(text) -> tuple[SharedKV, ...]:
-    """The last sliding layer and the last full one of a text config."""
+    """The last sliding-window and the last full-attention layer of a text config; twice the same if it has one kind."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     last = {kind: index for index, kind in enumerate(kinds)}
     layers = [last[kind] for kind in ("sliding_attention", "full_attention") if kind in last]
@@ -190,7 +197,7 @@ def as_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def locate(config: TargetConfig) -> Path:
-    """A local folder with config.json, tokenizer and safetensors."""
+    """A local folder with config.json, tokenizer and safetensors. Downloads or converts the target if necessary."""
     if config.source == "folder":
         folder = Path(config.path).expanduser()
         if not (folder / "config.json").is_file():
@@ -213,14 +220,13 @@ def download(repository: str, revision: str) -> Path:
                 allow_patterns=["*.json", "*.safetensors", "pytorch_model.bin", "*.jinja", "*.model", "*.txt"],
             )
         )
-    except (
-        OSError,
-        HTTPError,
-    ) as error:  # no such model, no right to it, no way to the hub, a connection that broke, a full disk
+    except (OSError, HTTPError) as error:
+        # Unknown model, no access rights, no network, a broken connection or a full disk.
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConnectionError(
             f"{repository}@{revision} could not be had from the hub ({cause}). "
-            f"Download it elsewhere and pass target.source=folder target.path=<folder>, set HF_HOME to a cache that has it, "
+            f"Download it elsewhere and pass target.source=folder target.path=<folder>, "
+            f"set HF_HOME to a cache that has it, "
             f"or try the framework with +target=smollm2_135m, which comes from a Python package"
         ) from error
 
@@ -230,7 +236,7 @@ def cache_folder() -> Path:
 
 
 def convert_package(package: str) -> Path:
-    """Dequantise the GGUF that a Python package ships, once, into a folder of bf16 safetensors."""
+    """Convert the GGUF file of a Python package to bf16 safetensors in a cache folder, once."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -242,20 +248,21 @@ def convert_package(package: str) -> Path:
     folder = cache_folder() / "targets" / f"{package}-{importlib.metadata.version(package.replace('_', '-'))}"
     if (folder / "config.json").is_file():
         return folder
+    # Written under another name and then renamed, so that no process sees an incomplete folder.
     beside = folder.with_name(f"{folder.name}.{os.getpid()}")
     model, tokenizer = read_gguf(files[0])
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
-    with contextlib.suppress(OSError):  # another process was faster
+    with contextlib.suppress(OSError):  # another process has created the folder already
         os.replace(beside, folder)
     shutil.rmtree(beside, ignore_errors=True)
     return folder
 
 
 def read_gguf(path: Path):
-    """Model (bf16) and tokenizer of a GGUF file, through transformers."""
+    """Model (bf16) and tokenizer of a GGUF file, loaded with transformers."""
     arguments = {"gguf_file": path.name, "dtype": torch.bfloat16}
-    with contextlib.suppress(ImportError):  # transformers before GgufConfig always dequantises
+    with contextlib.suppress(ImportError):  # versions of transformers without GgufConfig always dequantise
         from transformers import GgufConfig
 
         arguments["quantization_config"] = GgufConfig(dequantize=True)

@@ -1,4 +1,7 @@
-"""Target: the frozen model that lends its hidden states and judges drafts. All contact with transformers' caches is here."""
+"""Target: the frozen language model that provides features and logits for verification.
+
+All code for transformers' KV caches is here and in the subclasses (hybrid.py, gemma4.py).
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -15,15 +18,18 @@ from dloop_train.types import FeatureSpec, TargetSpec
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """One pass over [B, T] tokens."""
+    """Result of one pass over [B, T] tokens."""
 
-    logits: Tensor | None  # [B, T', V] of the rows asked for
+    logits: Tensor | None  # [B, T', V] of the requested rows
     features: Tensor | None  # [B, T, F]
     last_hidden: Tensor  # [B, T, D] after the final norm
 
 
 class Tapped:
-    """What the layers' hooks write to. They hold this and not the target, so that a target's memory goes with its last reference."""
+    """Layer outputs that the hooks record.
+
+    The hooks refer to this object and not to the target, so that a target's memory is freed with its last reference.
+    """
 
     def __init__(self):
         self.wanted: tuple[int, ...] = ()
@@ -38,12 +44,15 @@ class Tapped:
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in a buffer with room for more rows: a batch that decodes token by token does not copy them all at each step."""
+    """Keys and values in a buffer with space for further rows.
 
-    _layer_type = None  # known to GrowingCache alone
+    Without it, a batch that is decoded token by token would copy all of them at each step.
+    """
+
+    _layer_type = None  # None: not registered as a layer type of transformers
 
     ROOM = 64
-    """Rows that a new buffer has to spare."""
+    """Spare rows of a new buffer."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -66,7 +75,10 @@ class GrowingLayer(DynamicLayer):
 
 
 def with_room(buffer: Tensor, rows: Tensor, length: int, room: int) -> Tensor:
-    """The buffer if `rows` are its first rows and `length` of them fit; else a larger one that begins with them. [B, G, T, E]"""
+    """The buffer if `rows` are its first rows and `length` rows fit; else a larger one with a copy of them.
+
+    All have the shape [B, G, T, E].
+    """
     if rows.data_ptr() == buffer.data_ptr() and len(rows) == len(buffer) and length <= buffer.shape[2]:
         return buffer
     batch, groups, past, size = rows.shape
@@ -84,21 +96,27 @@ class GrowingCache(DynamicCache):
 
 
 class Target:
-    """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec. Other attention: hybrid.py, gemma4.py."""
+    """A causal transformers model with plain attention (Llama, Qwen3), its tokenizer and its spec.
+
+    Subclasses for other kinds of attention are in hybrid.py and gemma4.py.
+    """
 
     norm_centre = 0.0
-    """What the model's norms add to their weights."""
+    """Constant that the model's norms add to their weights."""
     shares_prefix = True
-    """Whether padding may stand between a beginning that a batch shares and the rest: where every layer sees all rows that the mask shows."""
+    """Whether padding may follow a prefix that a batch shares.
+
+    This requires that every layer attends to all rows that the attention mask allows, and to no others.
+    """
 
     def __init__(self, model: nn.Module, tokenizer, spec: TargetSpec):
         require_one_device(model, spec.name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.spec = spec
-        self.backbone = model.get_decoder()  # the text model alone, also of a multimodal one
+        self.backbone = model.get_decoder()  # the text model only, also in a multimodal model
         self.lm_head = model.get_output_embeddings()
-        # The name of the argument moved within the tested range of transformers.
+        # The name of the argument changed within the tested range of transformers versions.
         parameters = inspect.signature(self.backbone.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._tapped = Tapped()
@@ -117,7 +135,7 @@ class Target:
         return DynamicCache()
 
     def new_batch_cache(self) -> DynamicCache:
-        """For many sequences that are decoded side by side."""
+        """A cache for a batch of sequences that are decoded together."""
         return GrowingCache() if self.shares_prefix else self.new_cache()
 
     def before_read(self, cache: DynamicCache | None, count: int) -> None:
@@ -134,9 +152,10 @@ class Target:
         feature_spec: FeatureSpec = FeatureSpec(),  # noqa: B008 a frozen value
         logits: slice | None = None,
     ) -> TargetOutput:
-        """Run [B, T] tokens after what `cache` holds, and append them to it.
+        """Run [B, T] tokens after those in `cache`, and append them to it.
 
-        mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` picks rows of T.
+        mask [B, past + T] is false on padding; positions [B, T] are needed with left padding. `logits` selects the rows
+        of T that get logits; None computes none.
         """
         require_taps(feature_spec.taps, self.spec)
         self._tapped.wanted = feature_spec.taps
@@ -173,22 +192,25 @@ class Target:
         return softcapped(self.lm_head(hidden), self.spec.softcap)
 
     def commit(self, cache: DynamicCache, past: int, path: Sequence[int]) -> None:
-        """Keep the first `past` rows and, of those that the newest read put after them, the accepted ones (offsets in ascending order)."""
+        """Keep the first `past` rows of the cache and the accepted rows of the newest read, and drop the others.
+
+        `path` has the offsets of the accepted rows after `past`, in ascending order.
+        """
         for layer in cache.layers:
             keep_rows(layer, past, path)
 
     def keep_sequences(self, cache: DynamicCache, rows: Tensor) -> None:
-        """Drop the sequences of a batch that are finished; rows [B'] are those that stay."""
+        """Drop the finished sequences of a batch; rows [B'] are the indices of those to keep."""
         cache.reorder_cache(rows)
 
     def repeat_sequences(self, cache: DynamicCache, count: int) -> None:
-        """Make a cache of one sequence a cache of `count` equal ones."""
+        """Turn a cache of one sequence into a cache of `count` copies of it."""
         cache.reorder_cache(torch.zeros(count, dtype=torch.long, device=self.device))
 
 
 def keep_rows(layer, past: int, path: Sequence[int]) -> None:
-    """Of an attention layer's keys and values, keep the rows before `past` and those of the path."""
-    past -= layer.get_seq_length() - layer.keys.shape[2]  # rows that a sliding layer has forgotten
+    """Keep the rows before `past` and those of the path in an attention layer's keys and values."""
+    past -= layer.get_seq_length() - layer.keys.shape[2]  # not counting rows that have left a sliding window
     keep = (
         slice(0, past + len(path))
         if is_prefix(path)
@@ -199,18 +221,21 @@ def keep_rows(layer, past: int, path: Sequence[int]) -> None:
 
 
 def is_prefix(path: Sequence[int]) -> bool:
-    """Whether nothing before the last accepted row was rejected."""
+    """Whether the accepted rows are the first ones, without gaps."""
     return list(path) == list(range(len(path)))
 
 
 def require_taps(taps: Sequence[int], spec: TargetSpec) -> None:
-    """Tap i is the output of decoder layer i. The last one is refused: what transformers returns there is already normed."""
+    """Raise ValueError for taps that cannot be read. Tap i is the output of decoder layer i.
+
+    The last layer is refused because transformers returns its output after the final norm.
+    """
     for tap in taps:
         if not 0 <= tap < spec.num_layers - 1:
             reason = (
                 (
-                    "it is the last layer, whose output transformers returns after the final norm while serving engines "
-                    "give it before"
+                    "it is the last layer, whose output transformers returns after the final norm "
+                    "while serving engines give it before"
                 )
                 if tap == spec.num_layers - 1
                 else "there is no such layer"
@@ -225,5 +250,6 @@ def require_one_device(model: nn.Module, name: str) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise ValueError(
-            f"target {name} is split over {sorted(devices)}; a target on one device was expected: choose a smaller one, or a device that holds it"
+            f"target {name} is split over {sorted(devices)}; a target on one device was expected: "
+            f"choose a smaller one, or a device that holds it"
         )

@@ -1,4 +1,4 @@
-"""Accounting: FLOPs, bytes and peak memory of one training step, term by term, from the settings and the drafter's sizes."""
+"""Accounting: estimates FLOPs, memory and data transfers of one training step, term by term."""
 
 from dataclasses import dataclass
 from math import exp, lgamma, log, log1p
@@ -16,26 +16,37 @@ from dloop_train.training.unroll import Terms
 from dloop_train.types import TargetSpec
 
 UPDATE_FLOPS = 16
-"""Of AdamW for one number: two moments, their corrections, a root, a division, the decay. Not products, and next to nothing."""
+"""FLOPs of AdamW per parameter: two moments, their corrections, a root, a division, the decay.
+
+These are no matrix products, and their share is negligible.
+"""
 UPDATE_BYTES = 28
-"""Read and written for one number: weight and two moments in fp32 both ways and the gradient (or for bf16 the gradient and the rounded weight)."""
+"""Bytes read and written per parameter in an update.
+
+The fp32 weight and two fp32 moments are read and written, and the gradient is read.
+In bf16 the gradient and the rounded weight, both in bf16, take the place of the fp32 gradient.
+"""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One line of an account: what one rank does and holds in one optimiser step."""
+    """One line of the accounting: FLOPs and bytes of one rank in one optimiser step."""
 
     name: str
     stage: int = 0
-    """The stage that it belongs to, from 1; 0 for what belongs to none."""
+    """The stage that the term belongs to, from 1; 0 if it belongs to no stage."""
     forward: float = 0.0
     """FLOPs."""
     backward: float = 0.0
-    """FLOPs, with the forward that is run again."""
+    """FLOPs, including a forward pass that is recomputed."""
     held: float = 0.0
-    """Bytes in the accelerator's memory when most is held."""
+    """Bytes in the accelerator's memory at the peak."""
     moved: float = 0.0
-    """Bytes that must cross a border: features from disk, states through the optimiser, gradients and weights between ranks."""
+    """Bytes transferred.
+
+    These are features read from disk, states that the optimiser reads and writes,
+    and gradients and weights sent between ranks.
+    """
 
     @property
     def flops(self) -> float:
@@ -44,23 +55,23 @@ class Term:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The account of one rank's optimiser step."""
+    """FLOPs, memory and transfers of one rank's optimiser step."""
 
     terms: tuple[Term, ...]
 
     @property
     def flops(self) -> float:
-        """Products and update, forward and backward."""
+        """FLOPs of forward pass, backward pass and update."""
         return sum(term.flops for term in self.terms)
 
     @property
     def peak(self) -> float:
-        """Bytes. A little more than is ever held at once: gradients and graph are counted whole."""
+        """Bytes. A slight overestimate, since gradients and graph are both counted at their full size."""
         return sum(term.held for term in self.terms)
 
     @property
     def moved(self) -> float:
-        """Bytes."""
+        """Bytes transferred."""
         return sum(term.moved for term in self.terms)
 
 
@@ -79,10 +90,12 @@ def step_cost(
     head_matrices: int = 2,
     validating_bytes: float = 0.0,
 ) -> StepCost:
-    """What a rank does in a step of so many micro-batches, each as large as `counts`.
+    """The cost of a step for one rank, which runs `micro_batches` micro-batches of size `counts`.
 
-    `row_bytes` is what a token's features have on disk; `target_flops` what the target does for a micro-batch where it runs inside the step, and `target_bytes` its weights;
-    `head_matrices` how many of embedding and head are held beside them; `validating_bytes` the weights of a target that comes for validations.
+    `row_bytes` is the size on disk of one token's features.
+    `target_flops` are the target's FLOPs per micro-batch and `target_bytes` its weights, if it runs inside the step.
+    `head_matrices` counts the matrices (embedding, head) that are held in addition to these weights.
+    `validating_bytes` are the weights of a target that is loaded only for validations.
     """
     element = 2 if train.precision == "bfloat16" else 4
     again = Again(stages=train.recompute, rows=deepspeed.stage == 3 and trained_head(drafter.flops()) > 0)
@@ -124,14 +137,19 @@ def step_cost(
 def state_terms(
     drafter: Drafter, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int, *, graph: float
 ) -> list[Term]:
-    """Weights, gradients and optimiser of a rank. What comes before and after the graph [bytes] of a micro-batch takes the place that it leaves."""
+    """Terms for weights, gradients and optimiser of a rank.
+
+    `graph` is the size in bytes of a micro-batch's graph.
+    Memory that is needed only before or only after the graph exists is counted as far as it exceeds the graph.
+    """
     numbers = sum(parameter.numel() for parameter in drafter.parameters())
     trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     states = states_of(
         numbers, trained, precision=precision, deepspeed=deepspeed, ranks=ranks, micro_batches=micro_batches
     )
     element, updated = 2 if precision == "bfloat16" else 4, trained / (ranks if deepspeed.stage >= 1 else 1)
-    # Gradients are reduced to their owners and weights gathered from theirs, in one go under stage 0; stage 3 gathers twice a micro-batch.
+    # Gradients are reduced to the ranks that own them, and weights are gathered from their owners.
+    # Stage 0 does both in one all-reduce. Stage 3 gathers the weights twice per micro-batch.
     travels = (ranks - 1) / ranks * trained * element
     gathered = travels * (2 * micro_batches if deepspeed.stage == 3 else 1)
     early = max(0.0, states.arriving - graph)
@@ -146,45 +164,52 @@ def state_terms(
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes that weights, gradients and optimiser take of a rank's accelerator, as DeepSpeed's optimisers hold them."""
+    """Bytes of weights, gradients and optimiser on a rank's accelerator, as DeepSpeed's optimisers hold them."""
 
     weights: float
     gathered: float = 0.0
-    """Whole weights while the layers compute, where each rank has a part of them."""
+    """Whole weights during the computation of the layers, if the weights are divided over ranks or offloaded."""
     arriving: float = 0.0
-    """Their copies on the way, when there is no graph yet."""
+    """Copies of weights that are being fetched, before a graph exists."""
     optimiser: float
-    """Two moments in fp32, and the fp32 weights that it moves."""
+    """Two moments in fp32, and the fp32 weights if they are separate from the weights above."""
     gradients: float
-    """While the graph of the last micro-batch stands: what is there between steps too, and what the micro-batches before have left."""
+    """While the graph of the last micro-batch exists.
+
+    These are buffers that also exist between steps, and gradients of earlier micro-batches.
+    """
     bucket: float = 0.0
-    """Gradients that wait to be reduced together."""
+    """Gradients that are collected to be reduced together."""
     late: float
-    """More when that graph is gone: the last micro-batch's gradients, and what reducing them or the update needs, whichever is more."""
+    """Additional bytes after that graph is freed.
+
+    These are the last micro-batch's gradients, and the larger of the needs of their reduction and of the update.
+    """
 
 
 def states_of(
     numbers: int, trained: int, *, precision: str, deepspeed: DeepSpeedConfig, ranks: int, micro_batches: int
 ) -> States:
-    """Of so many parameters. ZeRO shares out the optimiser from stage 1, gradients from 2, weights from 3.
+    """The states of `numbers` parameters, of which `trained` are trained.
 
-    A case for each optimiser that DeepSpeed takes. With offload, gradients are counted as if they waited here.
+    ZeRO divides the optimiser over ranks from stage 1 on, gradients from 2, weights from 3.
+    There is one case per optimiser class that DeepSpeed chooses.
+    With offload, gradients are counted as if they stayed in the accelerator's memory.
     """
     stage, low, one = deepspeed.stage, precision == "bfloat16", micro_batches == 1
     element, part, bucket = 2 if low else 4, trained / ranks, bucket_of(trained)
     optimiser = 0.0 if deepspeed.offload else (12 if low or stage else 8) * (part if stage else trained)
-    root = (
-        0.0 if deepspeed.offload else 4 * (part if stage else trained)
-    )  # AdamW takes the root of all second moments at once
+    # AdamW computes the square root of all second moments at once.
+    root = 0.0 if deepspeed.offload else 4 * (part if stage else trained)
     if stage == 0:
-        copies = 4 * trained if low else 0  # of bf16 gradients in fp32, beside them
+        copies = 4 * trained if low else 0  # fp32 copies of the bf16 gradients, in addition to them
         return States(
             weights=element * numbers,
             optimiser=optimiser,
             gradients=0 if one else element * trained,
             late=element * trained * one + max(element * min(trained, REDUCED), copies + root),
         )
-    if stage == 1 and low and not deepspeed.offload:  # adds up in fp32, sends in bf16
+    if stage == 1 and low and not deepspeed.offload:  # accumulates in fp32, reduces in bf16
         return States(
             weights=2 * numbers,
             optimiser=optimiser,
@@ -192,7 +217,7 @@ def states_of(
             late=2 * trained * one + max(2 * trained, root),
         )
     if stage == 1:
-        waiting = 4 * bucket  # gone before the update
+        waiting = 4 * bucket  # freed before the update
         return States(
             weights=element * numbers,
             optimiser=optimiser,
@@ -201,8 +226,8 @@ def states_of(
             late=4 * trained * one + max(0.0, 4 * part - waiting),
         )
     if stage == 2:
-        waiting = 2 * element * bucket  # copied to be sent; gone before the update
-        copies = 0 if low else 4 * part  # in fp32 the sum is made anew, instead of added to
+        waiting = 2 * element * bucket  # copied for the reduction; freed before the update
+        copies = 0 if low else 4 * part  # in fp32 the sum is a new tensor, not accumulated in place
         return States(
             weights=element * numbers,
             optimiser=optimiser,
@@ -220,18 +245,20 @@ def states_of(
         optimiser=optimiser,
         gradients=4 * part,
         bucket=element * bucket,
-        late=2 * root,
-    )  # and a copy of the gradients
+        late=2 * root,  # the square roots and a copy of the gradients
+    )
 
 
 REDUCED, FETCHED, GATHERED = 5 * 10**8, 5 * 10**7, 10**9
-"""Numbers that DeepSpeed reduces in one go at stage 0; that it fetches in one go, and keeps gathered, at stage 3: its defaults."""
+"""DeepSpeed's defaults, in parameters: reduced at once at stage 0; fetched at once and kept gathered at stage 3."""
 
 
 def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, length: float) -> float:
-    """The target's own pass over so many tokens, in sequences of `length`, where features are read inside the training step.
+    """FLOPs of the target's forward pass over `tokens` tokens in sequences of `length` tokens.
 
-    Linear layers, and causal scores in layers of softmax attention; the recurrences of linear attention are left out.
+    Needed if features are computed inside the training step.
+    Counted are linear layers and the causal scores of softmax attention.
+    The recurrences of linear attention are left out.
     """
     kinds = text_config.get("layer_types") or ["full_attention"] * text_config["num_hidden_layers"]
     size = text_config.get("head_dim") or text_config["hidden_size"] // text_config["num_attention_heads"]
@@ -239,40 +266,42 @@ def online_flops(model: torch.nn.Module, text_config: dict, *, tokens: float, le
     return tokens * (linear_flops(model) + attending * 4 * text_config["num_attention_heads"] * size * length / 2)
 
 
-# What is counted
+# Counts
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """How many of everything a micro-batch computes with, padding included: what is padded is multiplied too."""
+    """Sizes of a micro-batch. Padding is included, since it is computed too."""
 
     sequences: int
     length: float
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     branches: tuple[float, ...]
-    """Branches that run each stage, over all sequences."""
+    """Branches that run each stage, summed over the sequences."""
     looks: tuple[tuple[float, ...], ...]
-    """Of each stage, of each layer: queries times rows of the context that they are multiplied with, seen or hidden."""
+    """For each stage and layer: queries times the context rows they are multiplied with, masked rows included."""
     rows: tuple[float, ...]
-    """Supervised slots of each stage; 0 where it carries no loss."""
+    """Supervised slots of each stage; 0 if the stage carries no loss."""
 
 
 def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: float, origins: int) -> StepCounts:
-    """Of a micro-batch whose sequences have all the origins asked for, each with room for every stage.
+    """Expected counts of a micro-batch whose sequences all have `origins` origins, with room for every stage.
 
-    Short responses have fewer of both, so this is the most, on average over the draws of S. A stage runs as many branches
-    of each sequence as the one with most of them has.
-    Origins are taken to lie evenly over a sequence: branches that look at the context together see it up to the last of theirs.
+    The expectation is over the draws of S. Short responses have fewer origins and stages, hence lower counts.
+    In a stage every sequence runs as many branches as the sequence with the most.
+    Origins are assumed to be spread evenly over a sequence.
+    Branches that share a mask attend to context rows up to the last of their origins.
     """
     flops = drafter.flops()
     depths, stages = depths_of(terms), range(1, terms.depth_exposure + 2)
     reached = [sum(depth >= stage for depth in depths) / len(depths) for stage in stages]
     branches = tuple(sequences * max(1.0, most_of(sequences, origins, share)) for share in reached)
     together = max(1, QUERIES * flops.passes // flops.queries)
-    groups = max(1.0, origins / len(depths) / together)  # branches are sorted by depth, and then by place
+    groups = max(1.0, origins / len(depths) / together)  # branches are sorted by depth, then by position
     looks = []
     for count in branches:
-        rows = length * (groups + 1) / (2 * groups) * count / (count + 1)  # the last of so many places
+        # Expected last origin of a group, averaged over the groups.
+        rows = length * (groups + 1) / (2 * groups) * count / (count + 1)
         looks.append(tuple(count * flops.queries * min(rows, layer.window or rows) for layer in drafter.shape.layers))
     return StepCounts(
         sequences,
@@ -284,7 +313,7 @@ def expected_counts(drafter: Drafter, terms: Terms, *, sequences: int, length: f
 
 
 def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> StepCounts:
-    """Of a micro-batch at hand, where masks are dense; FlexAttention's blocks are finer."""
+    """Counts of a given micro-batch with dense masks. FlexAttention's blocks are finer."""
     sequences, length = batch.features.shape[:2]
     first = torch.zeros_like(origins.position) if batch.first is None else batch.first.gather(1, origins.position)
     context_mask, flops, branches, looks, rows = (
@@ -308,15 +337,15 @@ def counts_of(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms
             )
         )
         picked = supervised(batch, origins.position, stage, drafter.k) * terms.branches(stage, origins.depth)[..., None]
-        # A stage that carries loss and has no supervised slot runs one of weight zero.
+        # A stage that carries loss but has no supervised slot computes one slot of weight zero.
         rows.append(max(float(picked.sum()), 1.0) if terms.of_stage(stage) else 0.0)
     return StepCounts(sequences, length, tuple(branches), tuple(looks), tuple(rows))
 
 
 def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
-    """How far ahead of the origin the queries of each pass of a stage stand."""
+    """For each pass of a stage, the rows of its queries relative to the origin (-1: the row before it)."""
     slots = flops.queries // flops.passes
-    if not flops.has_own:
+    if not flops.has_own:  # all queries are at the last context row
         return [[-1] * slots] * flops.passes
     return [
         list(range((stage - 1) * k + number * slots, (stage - 1) * k + (number + 1) * slots))
@@ -325,7 +354,7 @@ def rows_ahead(flops: Flops, k: int, stage: int) -> list[list[int]]:
 
 
 def looked_at(context_mask: ContextMask, branches: int, ahead: list[int], window: int | None) -> int:
-    """Queries of one sequence times rows of the context, group by group of branches."""
+    """Queries of one sequence times context rows, summed over the groups of branches that share a mask."""
     return sum(
         len(range(branches)[part.branches]) * len(ahead) * (part.rows.stop - part.rows.start)
         for part in context_mask.parts(ahead, window)
@@ -333,14 +362,13 @@ def looked_at(context_mask: ContextMask, branches: int, ahead: list[int], window
 
 
 def most_of(sequences: int, origins: int, share: float) -> float:
-    """The largest, on average, of as many draws as there are sequences, each of how many origins out of all have a chance of `share`."""
+    """Expected maximum of `sequences` draws from a binomial distribution: `origins` trials of probability `share`."""
     if share in (0.0, 1.0):
         return origins * share
     below, most = 0.0, 0.0
     for count in range(origins):
-        ways = (
-            lgamma(origins + 1) - lgamma(count + 1) - lgamma(origins - count + 1)
-        )  # as a logarithm: of thousands of origins they are more than a float holds
+        # As a logarithm, since the binomial coefficient of thousands of origins overflows a float.
+        ways = lgamma(origins + 1) - lgamma(count + 1) - lgamma(origins - count + 1)
         below += exp(ways + count * log(share) + (origins - count) * log1p(-share))
         most += 1 - min(below, 1.0) ** sequences
     return most
@@ -363,42 +391,46 @@ def supervised_depths(terms: Terms) -> list[int]:
 
 
 def mean_stages(terms: Terms) -> float:
-    """S on average. Responses too short for S stages make it less."""
+    """Mean of S. Responses that are too short for S stages lower it."""
     depths = depths_of(terms)
     return sum(depths) / len(depths)
 
 
 def mean_logit_passes(terms: Terms) -> float:
-    """Stages of a branch that carry loss, on average."""
+    """Mean number of stages per branch that carry loss."""
     return sum(supervised_depths(terms)) / len(depths_of(terms))
 
 
-# Products
+# FLOPs
 
 
 @dataclass(frozen=True)
 class Again:
-    """What of the forward the backward pass runs once more, instead of holding it."""
+    """Parts of the forward pass that are recomputed in the backward pass instead of held."""
 
     stages: bool = False
     rows: bool = False
-    """Logits of a trained head, which ZeRO-3 must gather again."""
+    """Logits of a trained head, if ZeRO-3 divides the head: it is whole only while the logits are computed."""
 
 
-def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again()) -> dict[tuple[str, int], Work]:  # noqa: B008 a frozen value
-    """The products of a micro-batch by (term, stage).
+def forward_backward(
+    drafter: Drafter,
+    counts: StepCounts,
+    again: Again = Again(),
+) -> dict[tuple[str, int], Work]:
+    """FLOPs of a micro-batch's matrix products, by (term, stage).
 
-    Nearly exact: what the last stage leaves behind and nobody reads has no backward, which is not taken off. The loss takes
-    the rows' gradient while their logits exist, but it stands under backward.
+    Nearly exact. Unused outputs of the last stage have no backward pass, but it is not subtracted.
+    The loss computes the gradient of its rows during the forward pass, while their logits exist.
+    That gradient is counted as backward.
     """
     flops, k = drafter.flops(), drafter.k
     terms = {("context K/V", 0): counts.sequences * counts.length * flops.context}
-    pairs = [
-        2 * layer.num_attention_heads * layer.head_dim for layer in drafter.shape.layers
-    ]  # one product of a query with a key, in every head
+    # One query times one key, in every head.
+    pairs = [2 * layer.num_attention_heads * layer.head_dim for layer in drafter.shape.layers]
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
         terms["layers", stage] = branches * with_forward(flops.stage, again.stages)
-        # Scores over the context are computed again in the backward pass, instead of held.
+        # Scores over the context are recomputed in the backward pass instead of held.
         terms["attention to context", stage] = sum(
             looks * pair for looks, pair in zip(counts.looks[stage - 1], pairs, strict=True)
         ) * with_forward(Work(2, 5), again.stages)
@@ -416,18 +448,24 @@ def forward_backward(drafter: Drafter, counts: StepCounts, again: Again = Again(
 
 
 def own_pairs(flops: Flops, k: int, stage: int) -> int:
-    """Queries times own states that they are multiplied with, in one branch's stage (from 1): those of earlier stages and of the passes so far."""
+    """Queries times the own states they are multiplied with, in one stage (from 1) of one branch.
+
+    These are the own states of earlier stages and of the passes so far, the current one included.
+    """
     queries = flops.queries // flops.passes
     return sum(queries * ((stage - 1) * k + (number + 1) * queries) for number in range(flops.passes))
 
 
 def with_forward(work: Work, again: bool) -> Work:
-    """With the forward that the backward pass runs once more."""
+    """`work`, with the forward pass added to the backward pass if it is recomputed there."""
     return Work(work.forward, work.backward + work.forward) if again else work
 
 
 def trained_head(flops: Flops) -> float:
-    """Numbers of the matrices with V rows that are trained: the row's own gradient costs as much as its forward, theirs as much again."""
+    """Parameters of the trained matrices with V rows, derived from the FLOPs of a supervised slot.
+
+    The gradient of the slot's state costs as much as the forward pass; the gradient of trained matrices as much again.
+    """
     return (flops.row.backward - flops.row.forward) / 2
 
 
@@ -435,16 +473,21 @@ def trained_head(flops: Flops) -> float:
 
 
 def held_for_backward(
-    drafter: Drafter, counts: StepCounts, element: int, again: Again = Again()
-) -> dict[tuple[str, int], float]:  # noqa: B008 a frozen value
+    drafter: Drafter,
+    counts: StepCounts,
+    element: int,
+    again: Again = Again(),
+) -> dict[tuple[str, int], float]:
     """Bytes that a micro-batch's graph keeps until its backward pass, by (term, stage).
 
-    Counted are the tensors that autograd saves in eager mode; small ones (positions, masks, tables of rotary positions)
-    are left out. `element` is the size of a number in training's precision.
+    Counted are the tensors that autograd saves in eager mode.
+    Small ones (positions, masks, tables of rotary positions) are left out.
+    `element` is the size in bytes of a number in the training's precision.
     """
     flops, k, layers, shape = drafter.flops(), drafter.k, list(drafter.layers), drafter.shape
     keys, norm = sum(key_bytes(layer, element) for layer in layers if flops.has_own), norm_bytes(drafter.norm, element)
-    # Of a query's score for an own state in every head: before and behind the softmax in fp32, and a copy that multiplies the values.
+    # Bytes of the scores of one query and one own state, in all heads: before and after the softmax in fp32,
+    # and in bf16 a copy that multiplies the values.
     score = sum(layer.self_attn.heads for layer in layers) * (8 + element % 4)
     kept = sum(2 * layer.self_attn.groups * layer.self_attn.size * element for layer in layers)
     row = sum(layer_bytes(layer, element) for layer in layers) + pairing_bytes(drafter, element)
@@ -452,16 +495,17 @@ def held_for_backward(
     for stage, (branches, rows) in enumerate(zip(counts.branches, counts.rows, strict=True), 1):
         own = own_pairs(flops, k, stage) if flops.has_own else 0
         terms["layers", stage] = branches * flops.queries * row
-        # Every pass keeps a copy of its own of the keys and values behind it.
+        # Every pass keeps its own copy of all own keys and values so far.
         terms["attention to own states", stage] = branches * own * (score + kept * flops.passes / flops.queries)
         terms["own states' K/V", stage] = branches * k * (norm + keys) if flops.own.total and stage > 1 else 0.0
-        if again.stages:  # kept are the stage's output and its own states; one stage at a time has its graph again
+        # With recomputation a stage keeps its output and its own states; one stage's graph at a time is built again.
+        if again.stages:
             whole = {
                 name: terms.pop((name, stage), 0.0) for name in ("layers", "attention to own states", "own states' K/V")
             }
             terms["layers", stage] = branches * (flops.queries * shape.hidden_size * element + k * kept)
             terms["a stage computed again", 0] = max(terms.get(("a stage computed again", 0), 0.0), sum(whole.values()))
-        # The rows' gradient waits for the backward pass, and so does that of a trained head.
+        # The gradients of the rows and of a trained head are computed with the loss and held until the backward pass.
         terms["logits", stage] = (
             (branches * k * norm + rows * 2 * shape.hidden_size * element + trained_head(flops) * element)
             if rows
@@ -471,12 +515,19 @@ def held_for_backward(
 
 
 def norm_bytes(norm: RMSNorm, element: int) -> int:
-    """Of a row through a norm: its fp32 copy (for fp32 the row itself), what the weight multiplies, and what the next product reads."""
+    """Bytes that a norm keeps per row.
+
+    These are its fp32 copy (in fp32 the row itself), the factor of the weight, and the input of the next product.
+    """
     return len(norm.weight) * (4 + (element if norm.form == "plain" else 4) + element)
 
 
 def layer_bytes(layer: DecoderLayer, element: int) -> int:
-    """Of a row through a layer, scores left out: norms, queries before and behind norm and rotation, values mixed from context and own states, four tensors of the MLP."""
+    """Bytes that a layer keeps per row, without scores.
+
+    These are norms, queries before and after norm and rotation, the attention outputs over context and own states,
+    and four tensors of the MLP.
+    """
     attention = layer.self_attn
     norms = sum(norm_bytes(part, element) for part in layer.children() if isinstance(part, RMSNorm))
     queries = attention.heads * (
@@ -486,7 +537,7 @@ def layer_bytes(layer: DecoderLayer, element: int) -> int:
 
 
 def key_bytes(layer: DecoderLayer, element: int) -> int:
-    """Of a row's keys and values."""
+    """Bytes that the keys and values of a layer keep per row; 0 if the layer computes none."""
     attention = layer.self_attn
     return (
         attention.groups * (2 * attention.size * element + head_norm_bytes(attention, element))
@@ -496,12 +547,15 @@ def key_bytes(layer: DecoderLayer, element: int) -> int:
 
 
 def head_norm_bytes(attention: torch.nn.Module, element: int) -> int:
-    """Of one head's norm, where heads have one."""
+    """Bytes that the norm of one head keeps per row; 0 if heads have no norm."""
     return norm_bytes(attention.q_norm, element) if isinstance(attention.q_norm, RMSNorm) else 0
 
 
 def pairing_bytes(drafter: Drafter, element: int) -> int:
-    """Of a pass that pairs a token with a hidden state before its layers: both halves as the products read them, and the norms of the drafter itself."""
+    """Bytes kept per row if each pass pairs a token with a hidden state before the layers; 0 for block drafters.
+
+    These are both halves as inputs of the products, and the drafter's own norms.
+    """
     passes_on = drafter.flops().passes > 1
     norms = [part for part in drafter.children() if isinstance(part, RMSNorm) and part is not drafter.norm]
     return (
@@ -514,9 +568,9 @@ def pairing_bytes(drafter: Drafter, element: int) -> int:
 def working_space(
     drafter: Drafter, counts: StepCounts, held: dict[tuple[str, int], float], loss_rows: int, element: int
 ) -> float:
-    """What comes and goes on top of the graph when most is held: a stage's chunk of logits, or a pass's scores, whichever is more.
+    """Temporary bytes on top of the graph at the peak: a stage's chunk of logits or a pass's scores, the larger one.
 
-    A stage's loss comes when the graph of later stages is not there yet, or no more.
+    A stage's loss runs while the graph of later stages does not exist yet, or no longer exists.
     """
     flops, heads = drafter.flops(), max(layer.self_attn.heads for layer in drafter.layers)
     most = 0.0
@@ -536,11 +590,15 @@ def working_space(
 
 
 def chunk_bytes(drafter: Drafter, flops: Flops, rows: float, element: int) -> float:
-    """A chunk of the loss at work: logits and probabilities, with a teacher also its, in fp32; and a trained head's gradient, by itself and in the sum."""
+    """Temporary bytes of one chunk of the loss.
+
+    These are logits and probabilities in fp32, with a teacher also the teacher's,
+    and the gradient of a trained head, of this chunk and summed.
+    """
     vocabulary, taught = draft_vocabulary(drafter), flops.teacher.total > 0
-    # With a reduced vocabulary the target's logits are taken whole, and its columns copied out of them.
+    # With a reduced vocabulary the target's logits are computed for all ids, then the kept columns are copied.
     whole = rows * drafter.teacher_vocabulary * element if taught and vocabulary < drafter.teacher_vocabulary else 0
-    wide = 16 if taught else 8 + element % 4  # bf16 logits stand beside the fp32 ones
+    wide = 16 if taught else 8 + element % 4  # bf16 logits exist beside the fp32 ones
     return (
         max(rows * vocabulary * wide + trained_head(flops) * (element + 4), rows * vocabulary * 2 * element + whole)
         if rows

@@ -1,4 +1,4 @@
-"""Anchors: from which positions of a sequence drafting is practised, how deep, and what each stage should have said."""
+"""Anchors: draws the origins of a batch and their numbers of stages, and computes the labels of a stage."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,13 +13,19 @@ from dloop_train.types import Labels
 
 @dataclass(frozen=True)
 class Origins:
-    """Branches of a batch, sorted by depth, deepest first, so that finished ones leave at the end of the axis; then by position."""
+    """Branches of a batch, sorted by depth (deepest first), then by position.
 
-    position: Tensor  # [B, N] origins; rows without enough of them are padded with depth 0
-    depth: Tensor  # [B, N] S, the stages to run; 0 is padding
+    Finished branches are therefore at the end of the axis and can be cut off.
+    """
+
+    position: Tensor  # [B, N] origins, padded with depth 0 in sequences that have fewer
+    depth: Tensor  # [B, N] S, the number of stages to run; 0 for padding
 
     def alive(self, stage: int) -> int:
-        """Branches of the widest row that reach this stage (from 1); at least 1, so that every rank runs every stage."""
+        """Branches that reach this stage (from 1) in the sequence with the most.
+
+        At least 1, so that every rank runs every stage.
+        """
         return max(1, int((self.depth >= stage).sum(1).max()))
 
 
@@ -29,7 +35,7 @@ def generator_of(seed: int, epoch: int, sample: str) -> np.random.Generator:
 
 
 def run_lengths(loss_mask: np.ndarray) -> np.ndarray:
-    """Supervised tokens that follow each position without a gap. [T] -> [T]"""
+    """Number of supervised tokens that follow each position without a gap. [T] -> [T]"""
     runs = np.zeros(len(loss_mask) + 1, dtype=np.int64)
     for position in range(len(loss_mask) - 1, -1, -1):
         runs[position] = runs[position + 1] + 1 if loss_mask[position] else 0
@@ -37,9 +43,10 @@ def run_lengths(loss_mask: np.ndarray) -> np.ndarray:
 
 
 def draw_depths(runs: np.ndarray, k: int, depth_exposure: int, first: np.ndarray, again: np.ndarray) -> np.ndarray:
-    """S for each origin: S - 1 ~ U{1..N}, redrawn among the stages with a supervised label; 1 where there is room for no second stage.
+    """S for each origin: S - 1 ~ U{1..N}, or 1 if stage 2 has no supervised label.
 
-    `first` and `again` are uniform numbers that belong to the origins.
+    If stage S has no supervised label, S is drawn again, from 2 to the last stage that has one.
+    `first` and `again` are uniform random numbers in [0, 1), one per origin, for the two draws.
     """
     deepest = np.minimum((runs - 1) // k + 1, depth_exposure + 1)  # the last stage that has a supervised label
     if depth_exposure == 0:
@@ -50,7 +57,10 @@ def draw_depths(runs: np.ndarray, k: int, depth_exposure: int, first: np.ndarray
 
 
 def draw_origins(batch: TextBatch, k: int, *, count: int, depth_exposure: int, seed: int, epoch: int) -> Origins:
-    """Up to `count` origins per sequence: response tokens whose next token is supervised. Keyed by sample and position."""
+    """Up to `count` origins per sample: response tokens whose next token is supervised.
+
+    Draws depend on the seed, the epoch, the sample and the position, not on the batch.
+    """
     masks, drawn = batch.loss_mask.cpu().numpy(), [[] for _ in batch.tokens]
     for sample, (row, tokens) in zip(batch.ids, batch.places(), strict=True):
         loss_mask = masks[row, tokens]
@@ -73,7 +83,7 @@ def draw_origins(batch: TextBatch, k: int, *, count: int, depth_exposure: int, s
 
 
 def gather_at(values: Tensor, positions: Tensor) -> Tensor:
-    """Rows of [B, T, ...] at positions [B, ...], clamped to the text."""
+    """Rows of values [B, T, ...] at positions [B, ...], which are clamped to 0 .. T - 1."""
     positions = positions.clamp(0, values.shape[1] - 1)
     flat = positions.flatten(1)
     index = flat if values.dim() == 2 else flat[..., None].expand(-1, -1, values.shape[-1])
@@ -81,17 +91,17 @@ def gather_at(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def supervised(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Tensor:
-    """1 on the slots of a stage whose label is reached from the origin without leaving the response. [B, N, k]"""
+    """1 for slots of a stage if all tokens from origin + 1 to their label are in the response, else 0. [B, N, k]"""
     reach = torch.arange(1, stage * k + 1, device=origins.device)
     positions = origins[..., None] + reach  # [B, N, s k]
     inside = (positions < batch.tokens.shape[1]) & gather_at(batch.loss_mask, positions)
-    if batch.first is not None:  # a neighbour's tokens are no labels
+    if batch.first is not None:  # in a packed row, tokens of the next sample are no labels
         inside = inside & (gather_at(batch.first, positions) == gather_at(batch.first, origins)[..., None])
     return inside.long().cumprod(-1)[..., (stage - 1) * k :].float()
 
 
 def labels_of(batch: TextBatch, origins: Tensor, stage: int, k: int) -> Labels:
-    """What stage `stage` (from 1) of each branch [B, N] should have said."""
+    """Labels of stage `stage` (from 1) of each branch [B, N]."""
     positions = origins[..., None] + (stage - 1) * k + torch.arange(1, k + 1, device=origins.device)  # [B, N, k]
     return Labels(
         gather_at(batch.tokens, positions),

@@ -1,4 +1,4 @@
-"""Engine: DeepSpeed around Unroll - the step loop, what is skipped, when to validate, save and stop."""
+"""Engine: the training loop with DeepSpeed, which skips bad steps, validates, saves and stops."""
 
 import contextlib
 import copy
@@ -39,19 +39,19 @@ from dloop_train.training.unroll import TERMS, Terms, Unroll
 
 SKIPPED = "skipped.jsonl"
 TIMED = 10
-"""Steps after which their median decides how often to validate."""
+"""Number of steps whose median duration decides how often to validate."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What a validation found; the same on every rank."""
+    """Result of a validation; the same on every rank."""
 
     row: dict
-    """Logged as it is."""
+    """Row for the log, written unchanged."""
     score: float | None = None
-    """What the best checkpoint has most of: predicted tokens per second."""
+    """Predicted tokens per second; the best checkpoint has the highest score."""
     seconds: float = 0.0
-    """What a validation takes, without what only the first one does."""
+    """Duration of a validation, without work that only the first one does."""
 
 
 Validate = Callable[[int, Drafter], Validation]
@@ -59,45 +59,45 @@ Validate = Callable[[int, Drafter], Validation]
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a resumed training knows beside its weights and its optimiser."""
+    """State that a checkpoint keeps in addition to weights and optimiser."""
 
     step: int = 0
     skipped: int = 0
-    """Steps without an update, because a loss or a gradient was not finite."""
+    """Steps without an update because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
     worse: int = 0
     """Validations since the best one."""
     validation_seconds: float = 0.0
-    """What a validation takes."""
+    """Duration of the last validation."""
     validate_every: int = 0
-    """Steps between validations where train.validate_share decides; 0 while it has not."""
+    """Steps between validations as derived from train.validate_share; 0 until that is done."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step's micro-batches need, drawn before the first of them. None of it lies on the device yet."""
+    """Inputs of a step's micro-batches, prepared before the first one runs. All tensors are on the CPU."""
 
     batches: list[TextBatch]
-    """As read; each leaves the list with its turn."""
+    """As read. Each is removed from the list when it runs."""
     texts: list[TextBatch]
-    """The same as they are trained on, padded or packed, without features."""
+    """The same batches in the layout of training, padded or packed, without features."""
     origins: list[Origins]
     tokens: int
-    """Of this rank's samples, without padding."""
+    """Tokens of this rank's samples, without padding."""
     wait: float
     """Seconds that the step waited for its data."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks know of a step after their one sum."""
+    """Totals of a step over all ranks, from one all-reduce."""
 
     weights: Tensor
     """Label weights of each term. [2] as TERMS"""
     tokens: float
     origins: float
     stop: bool
-    """Save and leave after this step."""
+    """Save and stop after this step."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Throughput:
         self.wait += wait
 
     def row(self) -> dict[str, float]:
-        """Rates of all ranks together, and the worst rank's memory."""
+        """Rates of all ranks together, their mean waiting share, and the largest peak memory of a rank."""
         seconds = time.perf_counter() - self.started
         wait = sum(gather_over_ranks(self.wait)) / world_size()
         return {
@@ -130,7 +130,10 @@ class Throughput:
 
 
 class Trainer:
-    """Trains a drafter on a source of features; everything that decides a step's numbers is a function of its number."""
+    """Trains a drafter on a source of features.
+
+    Samples, origins, learning rate and N of a step are functions of the step's number, so that a resume is exact.
+    """
 
     def __init__(
         self,
@@ -161,9 +164,8 @@ class Trainer:
         self.engine = start_engine(
             unroll, settings, deepspeed, self.plan.micro_batches(world_size()), universal=universal
         )
-        self.guarded = (
-            deepspeed.stage > 0 or settings.precision == "bfloat16"
-        )  # DeepSpeed's own optimisers skip what is not finite
+        # DeepSpeed's own optimisers skip updates that are not finite. At stage 0 in fp32 the optimiser is torch's.
+        self.guarded = deepspeed.stage > 0 or settings.precision == "bfloat16"
         self.device = self.engine.device
         drafter.attach_head(drafter.head.to(self.device, self.dtype))
         self.train_state = self.resume(last, universal) if last else TrainState()
@@ -173,16 +175,16 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Number of completed steps, skipped ones included."""
         return self.train_state.step
 
     def resume(self, last: Last, universal: bool) -> TrainState:
         return TrainState(**self.saves.load(self.engine, last, universal=universal)["train_state"])
 
     def train(self, validate: Validate | None = None) -> bool:
-        """Run the remaining steps; False where a stop was asked for before the end.
+        """Run the remaining steps. Returns False if a stop was requested before the end.
 
-        `validate` is called on every rank: before the first step, after the last and in between as the settings say.
+        `validate` is called on every rank: before the first step, after the last, and in between by the settings.
         """
         total = self.plan.steps
         if validate is not None and self.step == 0:
@@ -206,15 +208,14 @@ class Trainer:
                 bar.update()
                 if metrics is not None:
                     bar.set_postfix_str(f"loss {metrics['loss']:.3f}", refresh=False)
-                if metrics is not None and (
-                    self.step % self.settings.log_every == 0 or self.step in (1, total)
-                ):  # a skipped step's rates stand in the next row
+                # The rates of a skipped step are part of the next row.
+                if metrics is not None and (self.step % self.settings.log_every == 0 or self.step in (1, total)):
                     self.log.write(self.step, metrics | throughput.row() | {"skipped": self.train_state.skipped})
                     throughput = Throughput(time.perf_counter())
                 if validate is not None and (
-                    self.step == total or self.validate_every and self.step % self.validate_every == 0
+                    self.step == total or (self.validate_every and self.step % self.validate_every == 0)
                 ):
-                    throughput.started += self.validate(validate)
+                    throughput.started += self.validate(validate)  # rates do not count time in validations
                 if (
                     self.step % self.settings.save_every == 0
                     or self.step == total
@@ -227,16 +228,18 @@ class Trainer:
         return self.end()
 
     def end(self) -> bool:
-        """Whether training is over. A request to stop is honoured by now."""
+        """Print closing messages and delete the stop request. Returns whether training is complete."""
         if rank() == 0:
             (self.run_folder / STOP).unlink(missing_ok=True)
         if self.train_state.skipped:
             say(
-                f"train: {self.train_state.skipped} of {self.step} steps were skipped, since a loss or gradient was not finite; their samples stand in {self.run_folder / SKIPPED}"
+                f"train: {self.train_state.skipped} of {self.step} steps were skipped, since a loss or gradient was "
+                f"not finite; their samples stand in {self.run_folder / SKIPPED}"
             )
         if self.best is not None and self.best.step == 0 and self.step > 0:
             say(
-                f"train: on the validation responses no checkpoint is predicted to be faster than the drafter that training started from "
+                f"train: on the validation responses no checkpoint is predicted to be faster than the drafter "
+                f"that training started from "
                 f"({self.best.score:.1f} tokens/s): with export.checkpoint=best that drafter is exported as it was"
             )
         if self.out_of_patience:
@@ -246,12 +249,13 @@ class Trainer:
     # A step
 
     def load(self, step: int) -> list[TextBatch]:
-        """This rank's micro-batches from the source; runs ahead in a thread, and its errors travel."""
+        """This rank's micro-batches of a step. Runs ahead in a thread; its errors are raised in `prepare`."""
         return [
             self.source.read(indices or [self.stand_in]) for indices in self.plan.shares(step, world_size())[rank()]
         ]
 
     def prepare(self, waiting: Future) -> StepInputs:
+        """Wait for the step's micro-batches and draw their origins."""
         started = time.perf_counter()
         batches = waiting.result()
         wait = time.perf_counter() - started
@@ -268,6 +272,7 @@ class Trainer:
             )
             for text in texts
         ]
+        # An empty micro-batch runs the stand-in sample with all its origins masked.
         origins = [
             o if indices else Origins(o.position, o.depth * 0) for o, indices in zip(origins, share, strict=True)
         ]
@@ -279,7 +284,7 @@ class Trainer:
         return packed(batch) if self.settings.pack else batch
 
     def sum_totals(self, inputs: StepInputs) -> StepTotals:
-        """Sum over ranks what the loss is divided by, and hear what the first rank wants."""
+        """Sum loss weights and counts over ranks, and pass on whether the first rank found a stop request."""
         unroll = self.engine.module
         unroll.terms = Terms(self.plan.depth_exposure(self.step), self.settings.stages)
         weights = sum(unroll.weights(text, origins) for text, origins in zip(inputs.texts, inputs.origins, strict=True))
@@ -292,14 +297,15 @@ class Trainer:
         return StepTotals(both[: len(TERMS)], tokens, origins, bool(stop))
 
     def run_step(self, inputs: StepInputs, totals: StepTotals) -> dict[str, float | list[float]] | None:
-        """Forward, backward and update over all micro-batches of the step. None where it was skipped."""
+        """Forward, backward and update over all micro-batches of the step. None if the step was skipped."""
         rate = self.plan.learning_rate(self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         count, sums, losses, norm = len(inputs.origins), {}, [], None
         for number, origins in enumerate(inputs.origins, 1):
             self.engine.set_gradient_accumulation_boundary(number == count)
-            # DeepSpeed averages over ranks and micro-batches, the loss is already divided by their common weight.
+            # DeepSpeed averages over ranks and micro-batches. The loss is already divided by the weight of the whole
+            # step, so `scale` undoes the average.
             loss, measured = self.run_micro_batch(inputs.batches.pop(0), origins, totals, scale=world_size() * count)
             losses.append(loss)
             if not self.guarded and number == count:
@@ -318,17 +324,23 @@ class Trainer:
     def run_micro_batch(
         self, batch: TextBatch, origins: Origins, totals: StepTotals, *, scale: int
     ) -> tuple[Tensor, Sums]:
-        """Forward and backward of one micro-batch: its loss and sums. Its features come to the device here, and leave it with the return."""
+        """Forward and backward of one micro-batch. Returns its loss and sums.
+
+        Features are on the device only during this call.
+        """
         batch = self.laid_out(self.source.ready(batch, self.device, self.dtype))
         origins = Origins(origins.position.to(self.device), origins.depth.to(self.device))
         result = self.engine(batch, origins, totals.weights, self.plan.progress(self.step))
         loss = result.loss.detach()
-        # A loss that is not finite makes every gradient NaN, so that the norm over all ranks tells all of them.
+        # NaN as a factor makes every gradient NaN, so that all ranks detect the loss in the global gradient norm.
         self.engine.backward(result.loss * torch.where(loss.isfinite(), scale, math.nan))
         return loss, result.sums
 
     def checked_norm(self) -> float:
-        """The norm of gradients that all ranks have summed already; those that are not finite are dropped, and the optimiser has nothing to do."""
+        """Norm of the gradients, which are already summed over all ranks.
+
+        If it is not finite, gradients are dropped and engine.step() makes no update.
+        """
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.engine.module.parameters() if p.grad is not None])
         if not norm.isfinite():
             self.engine.zero_grad()
@@ -336,7 +348,7 @@ class Trainer:
         return float(norm)
 
     def skip(self, inputs: StepInputs, losses: list[Tensor]) -> None:
-        """Count a step that changed nothing, note whose samples it had, and stop the run when there are too many."""
+        """Count a step without an update and record its samples. Raises ValueError if too many were skipped."""
         mine = [
             {"samples": list(text.ids), "finite": bool(loss.isfinite())}
             for text, loss in zip(inputs.texts, losses, strict=True)
@@ -355,18 +367,23 @@ class Trainer:
         say(f"train: step {self.step} is skipped, a loss or gradient is not finite; its samples stand in {path}")
         if too_many := too_many_skipped(self.train_state, self.settings):
             raise ValueError(
-                f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. Lower train.lr, or look at those samples"
+                f"{too_many}. Their samples stand in {path}; the last checkpoint is kept. "
+                f"Lower train.lr, or look at those samples"
             )
 
     # Validation
 
     @property
     def validate_every(self) -> int:
-        """Steps between validations; 0 while that is not known yet."""
+        """Steps between validations; 0 until the number is decided."""
         return self.settings.validate_every or self.train_state.validate_every
 
     def settle_interval(self, step_seconds: float) -> None:
-        """By what steps and a validation take on the slowest rank. Decided once and kept in the checkpoints, so that a resumed training validates at the same steps."""
+        """Set the number of steps between validations from the durations of steps and of a validation.
+
+        The largest number of all ranks is taken.
+        It is decided once and kept in the checkpoints, so that a resumed training validates at the same steps.
+        """
         self.step_seconds.append(step_seconds)
         if len(self.step_seconds) < TIMED:
             return
@@ -378,18 +395,20 @@ class Trainer:
         steps = int(max_over_ranks(max(steps, 1)))
         self.train_state = replace(self.train_state, validate_every=steps)
         say(
-            f"train: validates every {steps} steps, which takes about {self.settings.validate_share:.0%} of the time (train.validate_share); train.validate_every={steps} would say it for every run"
+            f"train: validates every {steps} steps, which takes about {self.settings.validate_share:.0%} of the time "
+            f"(train.validate_share); train.validate_every={steps} would say it for every run"
         )
 
     def validate(self, validate: Validate) -> float:
-        """Returns the seconds that it took."""
+        """Validate, log the result and mark the best weights. Returns the duration in seconds."""
         started = time.perf_counter()
         found = validate(self.step, self.whole_drafter())
         if self.twin is not None:
             self.twin.to("cpu")
         self.log.validation(self.step, found.row)
-        if found.score is not None:  # the start is a candidate too
-            # a kill may have thrown the training back behind its best weights: until it is past them again, nothing is worse
+        if found.score is not None:  # also at step 0: the initial drafter is a candidate
+            # After a kill the training may resume before the step of its best weights.
+            # No validation counts as worse until it passes that step again.
             better = self.best is None or self.step == self.best.step or found.score > self.best.score
             behind = self.best is not None and self.step < self.best.step
             if better:
@@ -401,7 +420,7 @@ class Trainer:
         return time.perf_counter() - started
 
     def whole_drafter(self) -> Drafter:
-        """The drafter, or where ZeRO-3 has divided it a twin with the same weights."""
+        """The drafter, or under ZeRO-3, which divides its weights over ranks, a whole copy of it."""
         if self.twin is None:
             return self.drafter
         with gathered(self.drafter):
@@ -415,30 +434,34 @@ class Trainer:
 
 
 def too_many_skipped(train_state: TrainState, settings: TrainConfig) -> str:
-    """How many steps were skipped and how many may be, where that is more."""
+    """Error message if more steps were skipped than the settings allow, else an empty string."""
     if train_state.skipped_in_a_row > settings.max_skipped:
-        return f"{train_state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, train.max_skipped allows {settings.max_skipped}"
+        return (
+            f"{train_state.skipped_in_a_row} steps in a row had a loss or gradient that is not finite, "
+            f"train.max_skipped allows {settings.max_skipped}"
+        )
     if train_state.skipped > max(settings.max_skipped, settings.max_skipped_share * train_state.step):
         return (
-            f"{train_state.skipped} of {train_state.step} steps had a loss or gradient that is not finite, train.max_skipped={settings.max_skipped} and "
+            f"{train_state.skipped} of {train_state.step} steps had a loss or gradient that is not finite, "
+            f"train.max_skipped={settings.max_skipped} and "
             f"train.max_skipped_share={settings.max_skipped_share} allow fewer"
         )
     return ""
 
 
 def featureless(batch: TextBatch) -> TextBatch:
-    """What of a batch says which origins it has and what they weigh."""
-    nothing = batch.features.new_empty(*batch.tokens.shape, 0)  # no view, which would keep the features alive
+    """The batch without features; it suffices to draw origins and to compute their weights."""
+    nothing = batch.features.new_empty(*batch.tokens.shape, 0)  # not a view, which would keep the features in memory
     return replace(batch, features=nothing, last_hidden=nothing)
 
 
 def twin_of(drafter: Drafter) -> Drafter:
-    """A copy that shares the target's head."""
+    """A copy of the drafter that shares the target's head."""
     return copy.deepcopy(drafter, {id(drafter.head): drafter.head})
 
 
 def forget_rows_after(path: Path, step: int) -> None:
-    """Rows of steps that will be run again."""
+    """Delete the rows of steps that will be run again."""
     if rank() == 0 and path.is_file():
         keep_rows(path, lambda row: row["step"] <= step)
 
@@ -446,7 +469,10 @@ def forget_rows_after(path: Path, step: int) -> None:
 def start_engine(
     unroll: Unroll, settings: TrainConfig, deepspeed_settings: DeepSpeedConfig, accumulation: int, *, universal: bool
 ):
-    """DeepSpeed's engine; on a CPU no op of it is compiled. `universal`: the checkpoint to be loaded is one that fits any number of ranks."""
+    """DeepSpeed's engine. On a CPU none of its ops is compiled.
+
+    `universal`: the checkpoint to load is in DeepSpeed's universal form, which fits any number of ranks.
+    """
     import deepspeed
 
     trained = [parameter for parameter in unroll.parameters() if parameter.requires_grad]
@@ -468,7 +494,8 @@ def start_engine(
             },
         },
     }
-    if deepspeed_settings.stage > 0:  # bf16 would round every sum over micro-batches; stage 0 cannot
+    # In bf16 every sum over micro-batches would be rounded. Stage 0 does not support sums in fp32.
+    if deepspeed_settings.stage > 0:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     with contextlib.redirect_stdout(io.StringIO()):  # the bf16 optimiser prints its memory line by line
         engine, *_ = deepspeed.initialize(model=unroll, model_parameters=trained, config=config)
@@ -485,9 +512,12 @@ def zero_of(settings: DeepSpeedConfig, trained: int) -> dict:
 
 
 BUCKET = 10**8
-"""Gradients that ZeRO reduces together, at most. DeepSpeed's default, five times as many, takes as much memory as a drafter's weights."""
+"""Largest number of gradients that ZeRO reduces together.
+
+DeepSpeed's default is five times as large, which takes as much memory as a drafter's weights.
+"""
 
 
 def bucket_of(trained: int) -> int:
-    """The numbers that ZeRO's bucket has room for."""
+    """Size of ZeRO's bucket, in gradients."""
     return min(trained, BUCKET)

@@ -1,4 +1,4 @@
-"""Initialise a drafter from scratch: layers as the target's last ones, then what its family starts with, and the draft vocabulary."""
+"""Initialise: sets the weights and the draft vocabulary of a drafter that is trained from scratch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,10 +15,11 @@ from dloop_train.targets.target import Target
 
 
 def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: list[Response]) -> None:
-    """Start every layer as one of the target's last ones. What has the target's shape is copied.
+    """Copy the target's last layers into the drafter's, where shapes allow it, and initialise the family's own parts.
 
-    A chain's projections read [embedding, hidden]: the hidden half takes the target's, the other starts at zero. Norms on
-    queries and keys that the target lacks start at the mean size of its queries and keys.
+    A chain's projections read [embedding, hidden]. The hidden half gets the target's weights, the other half zeros.
+    Norms on queries and keys that the target lacks start at the mean size of its queries and keys.
+    The most frequent tokens of `responses` become the draft vocabulary.
     """
     model = load_target(target, dtype="float32", device="cpu")
     theirs = layers_like(drafter.layers[0], model)[-len(drafter.layers) :]
@@ -34,12 +35,15 @@ def initialise_from_target(drafter: Drafter, target: TargetConfig, responses: li
 
 
 def token_counts(responses: Iterable[Response]) -> Counter[int]:
-    """How often responses hold each token."""
+    """Number of occurrences of each token in the responses."""
     return Counter(token for response in responses for token in response.response_ids)
 
 
 def layers_like(ours: DecoderLayer, model: Target) -> list[nn.Module]:
-    """The target's layers with softmax attention, those of our head sizes if there are such; repeated where they are too few."""
+    """The target's layers with softmax attention, if possible only those with the drafter's attention sizes.
+
+    They are repeated to at least as many as the target has layers.
+    """
     attending = [layer for layer in model.backbone.layers if hasattr(layer, "self_attn")]
     alike = [layer for layer in attending if layer.self_attn.o_proj.weight.shape == ours.self_attn.o_proj.weight.shape]
     found = alike or attending
@@ -47,17 +51,18 @@ def layers_like(ours: DecoderLayer, model: Target) -> list[nn.Module]:
 
 
 def copy_layer(ours: DecoderLayer, theirs: nn.Module, centre: float) -> None:
-    """Projections and norms of one layer, as far as their shapes allow."""
+    """Copy projections and norms of one layer whose shapes are the same or can be converted."""
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         if getattr(ours.self_attn, name, None) is not None and getattr(theirs.self_attn, name, None) is not None:
             copy_projection(getattr(ours.self_attn, name), getattr(theirs.self_attn, name), ours.self_attn.heads)
     if ours.self_attn.gated and theirs.self_attn.q_proj.weight.shape[0] * 2 == ours.self_attn.q_proj.weight.shape[0]:
-        ours.self_attn.o_proj.weight.mul_(2)  # an output gate that starts at zero lets half pass
+        ours.self_attn.o_proj.weight.mul_(2)  # a zero-initialised output gate halves its input
     for name in ("gate_proj", "up_proj", "down_proj"):
         copy_projection(getattr(ours.mlp, name), getattr(theirs.mlp, name), 0)
     for name in ("q_norm", "k_norm"):
         copy_gain(getattr(ours.self_attn, name, None), getattr(theirs.self_attn, name, None), centre)
-    # What stands in front of the MLP is called pre_feedforward_layernorm where post_attention_layernorm stands behind the attention.
+    # The norm before the MLP is called pre_feedforward_layernorm in layers whose post_attention_layernorm is applied
+    # to the attention's output, and post_attention_layernorm in all others.
     before_mlp = [
         layer.pre_feedforward_layernorm
         if hasattr(layer, "pre_feedforward_layernorm")
@@ -69,12 +74,15 @@ def copy_layer(ours: DecoderLayer, theirs: nn.Module, centre: float) -> None:
     if ours.sandwich and hasattr(theirs, "pre_feedforward_layernorm"):
         copy_gain(ours.post_attention_layernorm, theirs.post_attention_layernorm, centre)
         copy_gain(ours.post_feedforward_layernorm, theirs.post_feedforward_layernorm, centre)
-    if hasattr(ours, "hidden_norm"):  # the hidden half reads what the target's layer would
+    if hasattr(ours, "hidden_norm"):  # the hidden half has the same input as the target's layer
         copy_gain(ours.hidden_norm, theirs.input_layernorm, centre)
 
 
 def copy_projection(ours: nn.Linear, theirs: nn.Linear, heads: int) -> None:
-    """The same shape; or a chain's two halves; or queries with an output gate on one side, which stand head by head."""
+    """Copy a projection of the same shape, into a chain's hidden half, or to or from queries with an output gate.
+
+    A gated projection has rows [head, (query, gate), E]. `heads` is the number of query heads, 0 for the MLP.
+    """
     weight, source = ours.weight, theirs.weight
     if heads and weight.shape[0] == 2 * source.shape[0]:
         by_head = source.new_zeros(heads, 2, source.shape[0] // heads, source.shape[1])
@@ -90,22 +98,23 @@ def copy_projection(ours: nn.Linear, theirs: nn.Linear, heads: int) -> None:
 
 
 def copy_gain(ours: nn.Module | None, theirs: nn.Module | None, centre: float) -> None:
-    """A norm's factors; `centre` is what the target adds to its weights."""
+    """Copy a norm's factors. `centre` is the constant that the target adds to its norm weights."""
     if hasattr(ours, "weight") and hasattr(theirs, "weight") and ours.weight.shape == theirs.weight.shape:
         ours.weight.copy_(theirs.weight + centre - ours.centre)
 
 
 def start_head_norms(layer: DecoderLayer, query: float, key: float) -> None:
-    """Norms on heads start at the size that the target's queries and keys have."""
+    """Set the norms on heads to the size of the target's queries and keys."""
     attention = layer.self_attn
-    scale = attention.size**-0.5 if attention.scale == 1.0 else 1.0  # without a scale of its own the query carries it
+    # Attention that does not scale its scores needs the factor in the queries.
+    scale = attention.size**-0.5 if attention.scale == 1.0 else 1.0
     attention.q_norm.weight.fill_(query * scale - attention.q_norm.centre)
     if hasattr(attention, "k_norm"):
         attention.k_norm.weight.fill_(key - attention.k_norm.centre)
 
 
 def head_sizes(model: Target, layers: list[nn.Module], texts: list[list[int]]) -> list[tuple[float, float]]:
-    """Root mean square of each layer's queries and keys on some texts."""
+    """Root mean square of each layer's queries and keys, averaged over `texts`."""
     seen: list[list[float]] = []
     handles = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Metrics: sums and counts reduced over ranks once, written as JSON lines and to Weights & Biases."""
+"""Metrics: reduces sums and counts over ranks and logs them as JSON lines and to Weights & Biases."""
 
 import io
 import json
@@ -18,11 +18,11 @@ from dloop_train.ranks import rank, say, sum_over_ranks
 from dloop_train.runs import keep_rows, read_jsonl, write_atomic, write_jsonl
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""Named sums and counts."""
+"""(sum, count) by name."""
 
 
 def add_sums(old: Sums, new: Sums) -> Sums:
-    """The sums of two parts of a step."""
+    """Add the sums and counts of two parts of a step, name by name."""
     both = {
         name: (old[name][0] + total, old[name][1] + count) if name in old else (total, count)
         for name, (total, count) in new.items()
@@ -31,15 +31,14 @@ def add_sums(old: Sums, new: Sums) -> Sums:
 
 
 def reduce_sums(sums: Sums) -> dict:
-    """Means over all ranks and micro-batches of named (sum, count) pairs; vectors become lists, and None stands where nothing was counted."""
+    """Means over all ranks, by name. Vectors become lists; a mean is None if its count is 0."""
     names = sorted(sums)
     pairs = [
         torch.stack([total.detach().float(), count.detach().float().expand_as(total)])
         for total, count in map(sums.get, names)
     ]
-    whole = sum_over_ranks(torch.cat([pair.flatten() for pair in pairs])).split(
-        [pair.numel() for pair in pairs]
-    )  # one sum for all of them
+    # One all-reduce for all of them.
+    whole = sum_over_ranks(torch.cat([pair.flatten() for pair in pairs])).split([pair.numel() for pair in pairs])
     return {
         name: mean_of(*summed.view_as(pair).tolist()) for name, summed, pair in zip(names, whole, pairs, strict=True)
     }
@@ -52,13 +51,13 @@ def mean_of(total: float | list[float], count: float | list[float]) -> float | l
 
 
 HISTOGRAM = "_histogram"
-"""Ending of names whose values are counts of equal bins over [0, 1]."""
+"""Suffix of names whose values are counts in equal bins over [0, 1]."""
 
 
 class MetricLog:
-    """metrics.jsonl and validation.jsonl of a run, mirrored to W&B; rows past the resumed step are dropped.
+    """metrics.jsonl and validation.jsonl of a run, also sent to W&B. Rows after the resumed step `start` are dropped.
 
-    The validation of step `best` stays: its weights do, and their threshold stands there alone.
+    The validation of step `best` stays, since its weights are kept and their threshold is recorded only there.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class MetricLog:
             if start and path.is_file():
                 keep_rows(path, lambda row, kept=kept: row["step"] <= start or row["step"] == kept)
             else:
-                write_jsonl(path, [])  # a start at 0 validates again
+                write_jsonl(path, [])  # a training that starts at step 0 validates again
         if start == 0:
             (folder / WANDB_ID).unlink(missing_ok=True)
         self.run = start_wandb(folder, settings, name=name, job="train", config=config)
@@ -86,7 +85,10 @@ class MetricLog:
         self._mirror(step, row, "train")
 
     def validation(self, step: int, row: dict) -> None:
-        """Each step once and in order, also where the best one is ahead."""
+        """Write a validation. A row of the same step is replaced and rows stay sorted.
+
+        The row of the best step may be later than this one, after a resume from an earlier checkpoint.
+        """
         if rank() != 0:
             return
         path = self.folder / "validation.jsonl"
@@ -114,7 +116,7 @@ def log_report(
     figures: dict[str, bytes],
     files: dict[str, str],
 ) -> None:
-    """The report of a run as a W&B run of the same group: its table, its numbers, its figures, and its files as an artifact."""
+    """Log a report as a W&B run of the same group: table, numbers, figures, and files as an artifact."""
     run = start_wandb(folder, settings, name=name, job="report", config=config)
     if run is None:
         return
@@ -134,7 +136,7 @@ def log_report(
 
 
 def for_wandb(row: dict) -> dict:
-    """Histograms as W&B draws them; of all else one number each, under names with slashes."""
+    """A row for W&B: histograms as W&B objects, all other values as single numbers under names with slashes."""
     values = {}
     for name, value in row.items():
         if name.endswith(HISTOGRAM):
@@ -149,7 +151,7 @@ def for_wandb(row: dict) -> dict:
 
 
 def flat(name: str, value) -> dict[str, float]:
-    """Lists and dictionaries as one number an entry; what is unknown is left out."""
+    """Flatten lists and dictionaries to one number per entry. None is left out."""
     entries = dict(enumerate(value)) if isinstance(value, list) else value
     if isinstance(entries, dict):
         return {
@@ -159,11 +161,11 @@ def flat(name: str, value) -> dict[str, float]:
 
 
 def start_wandb(folder: Path, settings: LogConfig, *, name: str, job: str, config: dict):
-    """A W&B run, one for each job of this folder's group, continued when it is there; none at all when disabled."""
+    """The W&B run of a job in this folder's group, continued if it exists. None if W&B is disabled."""
     mode = chosen_mode(settings, job)
     if mode == "disabled":
         return None
-    os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # where artifacts wait for their upload
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # where artifacts are staged for the upload
     import wandb
 
     identity = wandb_id(folder)
@@ -182,7 +184,11 @@ def start_wandb(folder: Path, settings: LogConfig, *, name: str, job: str, confi
 
 
 WANDB_ID = "wandb_id"
-"""In the run's folder: what its W&B runs are called. A name would lead two folders, or a training that begins anew, into one run, and W&B drops what is behind a run's last step."""
+"""File in the run's folder with the random id of its W&B runs.
+
+With the run's name as id, two folders, or a training that starts again, would log to the same W&B run.
+W&B drops rows whose step is before the last one of a run.
+"""
 
 
 def wandb_id(folder: Path) -> str:
@@ -193,7 +199,10 @@ def wandb_id(folder: Path) -> str:
 
 
 def chosen_mode(settings: LogConfig, job: str) -> str:
-    """online, offline or disabled. Where nobody says which, a key decides, and it is told."""
+    """online, offline or disabled.
+
+    With wandb.mode=auto and no WANDB_MODE, logging is online if a key is found; the choice is printed.
+    """
     if settings.mode != "auto":
         return settings.mode
     if "WANDB_MODE" in os.environ:
@@ -204,7 +213,7 @@ def chosen_mode(settings: LogConfig, job: str) -> str:
         return "online"
     path = netrc_file()
     try:
-        found = path.is_file() and host in netrc.netrc(path).hosts  # a default entry is somebody else's
+        found = path.is_file() and host in netrc.netrc(path).hosts  # a default entry is for other hosts
         why = f"neither WANDB_API_KEY nor {path} has a key for {host}"
     except (netrc.NetrcParseError, OSError) as error:
         found, why = None, f"{path} cannot be read: {error}"
@@ -213,5 +222,5 @@ def chosen_mode(settings: LogConfig, job: str) -> str:
 
 
 def netrc_file() -> Path:
-    """Where W&B looks for keys."""
+    """The file in which W&B looks for keys."""
     return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()

@@ -1,4 +1,4 @@
-"""Plan: which samples, learning rate and N every step of a training has, and which rank runs what. A pure function of the data and the settings."""
+"""Plan: samples, learning rate and N of each step, and their division over ranks."""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +9,15 @@ from dloop_train.training.schedule import learning_rate
 
 @dataclass(frozen=True)
 class Plan:
-    """Every step of the training; what a step holds does not depend on the number of ranks."""
+    """All steps of a training, as a function of the data and the settings.
+
+    The samples of a step do not depend on the number of ranks.
+    """
 
     lengths: tuple[int, ...]
     settings: TrainConfig
     orders: dict[int, list[list[int]]] = field(default_factory=dict, compare=False, repr=False)
-    """Epochs that were asked for last."""
+    """Cache of the orders of the latest epochs."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -22,7 +25,7 @@ class Plan:
 
     @property
     def base_steps(self) -> int:
-        """Steps of the base recipe, which come first."""
+        """Number of steps of the base recipe, which come first."""
         return round(self.settings.base_epochs * self.steps_per_epoch)
 
     @property
@@ -34,7 +37,7 @@ class Plan:
         return 0 if step < self.base_steps else self.settings.depth_exposure
 
     def learning_rate(self, step: int) -> float:
-        """Each recipe warms up and decays by itself."""
+        """Learning rate of a step. The base and the loop-aware recipe have separate warm-ups and decays."""
         if step < self.base_steps:
             return learning_rate(step, self.base_steps, self.settings.base_lr, self.settings.warmup)
         return learning_rate(
@@ -42,7 +45,10 @@ class Plan:
         )
 
     def progress(self, step: int) -> float:
-        """How far the released objective has come, in [0, 1]: base steps bring it to its end, without them all steps do."""
+        """Completed share of the training, in [0, 1], for schedules in a family's loss.
+
+        It is 1 from the end of the base steps on, or without base steps at the end of all steps.
+        """
         return min(step / (self.base_steps or self.steps), 1.0)
 
     def epoch(self, step: int) -> int:
@@ -51,7 +57,7 @@ class Plan:
     def samples(self, step: int) -> list[int]:
         """Indices of a step's samples; the last step of an epoch may have fewer."""
         epoch = self.epoch(step)
-        order = self.orders.get(epoch)  # the loading thread may be an epoch ahead
+        order = self.orders.get(epoch)  # keeps two epochs, since the loading thread may be one ahead
         if order is None:
             order = plan_epoch(self.lengths, self.settings.batch_size, self.settings.seed, epoch)
             self.orders.pop(epoch - 2, None)
@@ -59,16 +65,16 @@ class Plan:
         return order[step % self.steps_per_epoch]
 
     def micro_batches(self, ranks: int) -> int:
-        """Micro-batches that each rank runs in a step."""
+        """Number of micro-batches that each rank runs in a step."""
         total = -(-self.settings.batch_size // self.settings.micro_batch_size)
         return -(-total // ranks)
 
     def shares(self, step: int, ranks: int) -> list[list[list[int]]]:
-        """The micro-batches of a step for every rank; empty ones where there is nothing left to run."""
+        """The micro-batches of a step for each rank, as lists of sample indices. Missing ones are empty lists."""
         micros = micro_batches(self.samples(step), self.settings.micro_batch_size)
         return share_out(micros, self.lengths, ranks, self.micro_batches(ranks))
 
     @property
     def shortest(self) -> int:
-        """The sample that stands in for an empty micro-batch."""
+        """Index of the shortest sample. It is run, with masked origins, in place of an empty micro-batch."""
         return min(range(len(self.lengths)), key=self.lengths.__getitem__)

@@ -1,4 +1,4 @@
-"""Saves: checkpoints on disk. Each is there whole or not at all; the last few and the best are kept; any number of ranks reads them."""
+"""Saves: atomic checkpoints on disk, of which the last ones and the best weights are kept."""
 
 import contextlib
 import json
@@ -25,14 +25,17 @@ BEST = "best"
 PARTIAL = ".partial"
 UNIVERSAL = ".universal"
 TORCHS_WRITER = ("inline_container", "PytorchStreamWriter")
-"""What torch.save's errors of a file name: a RuntimeError, as are those of memory and of lost connections."""
+"""Words in the RuntimeErrors of torch.save that concern a file.
+
+They distinguish these from RuntimeErrors about memory or lost connections.
+"""
 STATE_BYTES = 12
-"""Of a trained parameter in a checkpoint, beside the weight itself: its fp32 master and AdamW's two moments."""
+"""Bytes of a trained parameter in a checkpoint besides its weight: fp32 master weight and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
 class Last:
-    """The checkpoint to go on from."""
+    """The checkpoint from which training resumes."""
 
     tag: str
     step: int
@@ -41,20 +44,20 @@ class Last:
 
 @dataclass(frozen=True)
 class Best:
-    """The weights that validated best."""
+    """Step and score of the weights with the best validation."""
 
     step: int
     score: float
 
 
 def last_of(folder: Path) -> Last | None:
-    """What the pointer says, if there is one."""
+    """The last complete checkpoint according to last.json. None if there is none."""
     pointer = folder / POINTER
     return Last(**json.loads(pointer.read_text())) if pointer.is_file() else None
 
 
 def best_of(folder: Path) -> Best | None:
-    """What the best weights say of themselves, if there are any."""
+    """Step and score from the metadata of the best weights. None if there are none."""
     path = folder / BEST / WEIGHTS
     if not path.is_file():
         return None
@@ -64,13 +67,13 @@ def best_of(folder: Path) -> Best | None:
 
 
 class Checkpoints:
-    """A run's checkpoints. Methods that write are called on every rank."""
+    """A run's checkpoints. All methods but `require_room` and `note` are called on every rank."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
 
     def tidy(self) -> None:
-        """Remove what a killed save or conversion left, and what no pointer leads to."""
+        """Remove the remains of a killed save or conversion, and checkpoints later than the one in last.json."""
         if rank() == 0 and self.folder.is_dir():
             last = last_of(self.folder)
             kept = last.tag if last else ""
@@ -79,12 +82,15 @@ class Checkpoints:
                     shutil.rmtree(path)
             if last is None:
                 shutil.rmtree(self.folder / BEST, ignore_errors=True)
-            elif (best := best_of(self.folder)) is not None:  # a kill between the weights and the note on them
+            elif (best := best_of(self.folder)) is not None:  # after a kill between writing weights and best.json
                 self.note(best)
         barrier()
 
     def save(self, engine, drafter: Drafter, step: int, state: dict) -> None:
-        """A checkpoint of all ranks, written beside, flushed and renamed; the pointer moves when everything lies on disk."""
+        """Write a checkpoint of all ranks to a partial folder, flush and rename it. Then update last.json.
+
+        Raises OSError if there is too little disk space or writing fails.
+        """
         tag = f"step-{step:07d}"
         beside = self.folder / f"{tag}{PARTIAL}"
         if rank() == 0:
@@ -95,7 +101,7 @@ class Checkpoints:
             engine.save_checkpoint(str(self.folder), tag=beside.name, client_state=state, save_latest=False)
             write_weights(weights, beside / WEIGHTS, {})
         barrier()
-        if local_rank() == 0:  # what the ranks of this machine wrote
+        if local_rank() == 0:  # the files that the ranks of this machine wrote
             with writing(what, self.folder):
                 flush([beside, *beside.rglob("*")])
         barrier()
@@ -108,7 +114,7 @@ class Checkpoints:
         barrier()
 
     def require_room(self, drafter: Drafter) -> None:
-        """Stop before a save that cannot end well."""
+        """Raise OSError if the disk has too little space for a checkpoint."""
         needed, free = checkpoint_bytes(drafter), shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(
@@ -117,7 +123,7 @@ class Checkpoints:
             )
 
     def mark_best(self, drafter: Drafter, best: Best) -> None:
-        """Keep these weights in best/. Step and score stand in the file itself, so that they can be renamed together."""
+        """Write weights to best/. Step and score are in the file's metadata, so that one rename replaces all three."""
         path = self.folder / BEST / WEIGHTS
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{WEIGHTS}")
@@ -133,23 +139,31 @@ class Checkpoints:
         write_atomic(self.folder / BEST / "best.json", json.dumps({"step": best.step, "score": best.score}))
 
     def universal(self, last: Last, stage: int) -> bool:
-        """Whether a checkpoint must be read in DeepSpeed's universal form, because other ranks wrote it; makes that form."""
-        if last.world_size == world_size() or stage == 0:  # stage 0 divides nothing
+        """Whether a checkpoint must be loaded in DeepSpeed's universal form, because of another number of ranks.
+
+        If so, the form is created.
+        """
+        if last.world_size == world_size() or stage == 0:  # stage 0 divides nothing over ranks
             return False
         if rank() == 0:
             say(
-                f"train: {last.tag} was written by {last.world_size} rank(s), this run has {world_size()}: converting it"
+                f"train: {last.tag} was written by {last.world_size} rank(s), "
+                f"this run has {world_size()}: converting it"
             )
             convert(self.folder / last.tag, self.folder / f"{last.tag}{UNIVERSAL}")
         barrier()
         return True
 
     def load(self, engine, last: Last, *, universal: bool) -> dict:
-        """Fill the engine; returns what was saved as `state`."""
+        """Load a checkpoint into the engine. Returns what was saved as `state`.
+
+        A universal form is deleted afterwards.
+        """
         tag = last.tag + UNIVERSAL * universal
         check(
             (self.folder / tag).is_dir(),
-            f"{self.folder / POINTER} names {tag}, which is not there; bring it back, or delete {self.folder} to start anew",
+            f"{self.folder / POINTER} names {tag}, which is not there; "
+            f"bring it back, or delete {self.folder} to start anew",
         )
         path, state = engine.load_checkpoint(str(self.folder), tag=tag)
         check(
@@ -163,7 +177,10 @@ class Checkpoints:
 
 
 def convert(checkpoint: Path, universal: Path) -> None:
-    """DeepSpeed's own conversion, in a process of its own because it starts workers; whole when it has its name."""
+    """Run DeepSpeed's conversion to the universal form. The result is renamed to `universal` when complete.
+
+    It runs in a separate process because it starts workers.
+    """
     beside = universal.with_name(universal.name + PARTIAL)
     workers = str(min(4, os.cpu_count() or 1))
     command = [
@@ -183,14 +200,15 @@ def convert(checkpoint: Path, universal: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     check(
         result.returncode == 0,
-        f"{checkpoint} could not be converted for {world_size()} rank(s); go on with as many ranks as before.\n{result.stderr[-2000:]}",
+        f"{checkpoint} could not be converted for {world_size()} rank(s); go on with as many ranks as before.\n"
+        f"{result.stderr[-2000:]}",
     )
     os.replace(beside, universal)
     (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
 
 
 def write_weights(weights: dict[str, Tensor], path: Path, facts: dict[str, str]) -> None:
-    """On the first rank, which has them whole; flushed."""
+    """Write and flush weights on the first rank, the only one that has them whole."""
     if rank() == 0:
         save_file(weights, path, metadata=facts)
         flush([path])
@@ -198,7 +216,11 @@ def write_weights(weights: dict[str, Tensor], path: Path, facts: dict[str, str])
 
 @contextlib.contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
-    """A full disk has many names: torch's writer says RuntimeError, safetensors has its own. DeepSpeed also gathers and meets in there, whose errors are let through."""
+    """Raise errors of writing a file as OSError, with the free space in the message.
+
+    Torch's writer raises RuntimeError and safetensors its own error if the disk is full.
+    RuntimeErrors of other origin, such as DeepSpeed's collective operations, are not changed.
+    """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -212,13 +234,16 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 
 
 def checkpoint_bytes(drafter: Drafter) -> int:
-    """What a checkpoint takes on disk, about: DeepSpeed keeps the weights and the optimiser, and the weights lie beside them once more."""
+    """Approximate size of a checkpoint on disk.
+
+    It contains the weights twice, in DeepSpeed's files and as safetensors, and the optimiser's state.
+    """
     sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in drafter.parameters()]
     return sum(count * (2 * size + STATE_BYTES * trained) for count, size, trained in sizes)
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Have files and folders on the disk, not in a cache."""
+    """Write files and folders from the operating system's cache to disk (fsync)."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -226,7 +251,10 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
-    """On the first rank, parameters and buffers as plain tensors on the CPU, gathered from all ranks under ZeRO-3."""
+    """Parameters and buffers as plain tensors on the CPU, gathered from all ranks under ZeRO-3.
+
+    Called on every rank; all but the first get an empty dictionary.
+    """
     with gathered(drafter):
         if rank() != 0:
             return {}
@@ -234,7 +262,7 @@ def whole_weights(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def gathered(drafter: Drafter):
-    """Inside, every rank has the whole weights."""
+    """Context manager in which every rank has the whole weights, also under ZeRO-3."""
     import deepspeed
 
     sharded = [parameter for parameter in drafter.parameters() if hasattr(parameter, "ds_id")]
@@ -242,7 +270,7 @@ def gathered(drafter: Drafter):
 
 
 def weights_of(folder: Path, checkpoint: str) -> tuple[Path, int]:
-    """The weights that export.checkpoint names, and their step."""
+    """Path and step of the weights that export.checkpoint selects: best, last or a step. Checks that they exist."""
     last, best = last_of(folder), best_of(folder)
     check(last is not None, f"{folder} has no checkpoint; run phases=[train] first")
     if checkpoint == "best" and best is not None:

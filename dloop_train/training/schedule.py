@@ -1,4 +1,4 @@
-"""Learning rate in closed form: linear warm-up, then a cosine to zero."""
+"""Schedule: the learning rate, with a linear warm-up and a cosine decay to zero."""
 
 import math
 

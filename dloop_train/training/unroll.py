@@ -1,4 +1,4 @@
-"""Unroll: the drafting loop under teacher forcing, which is what DeepSpeed wraps. The same begin and stage as decoding."""
+"""Unroll: several stages per origin under teacher forcing, with the same begin and stage as decoding."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,15 +18,19 @@ TERMS = ("first", "last")
 
 @dataclass(frozen=True)
 class Terms:
-    """Which stages carry loss, and how the terms are weighed: loss = sum of share x (sum / weight)."""
+    """Which stages carry loss, and the share of each term in it.
+
+    loss = sum over terms of share x (sum of weighted token losses / sum of weights).
+    """
 
     depth_exposure: int
     stages: str = "first_last"
 
     def share(self, term: str) -> float:
+        """Factor of a term in the loss."""
         if self.depth_exposure == 0:
             return 1.0 if term == "first" else 0.0
-        if self.stages == "all":  # the N later stages stand in one term
+        if self.stages == "all":  # all N later stages are one term
             return {"first": 1 / (self.depth_exposure + 1), "last": self.depth_exposure / (self.depth_exposure + 1)}[
                 term
             ]
@@ -36,7 +40,7 @@ class Terms:
         }[term]
 
     def of_stage(self, stage: int) -> str | None:
-        """The term that a stage's loss belongs to, or None where it carries none."""
+        """The term of a stage's loss, or None if the stage carries no loss."""
         term = "first" if stage == 1 else "last"
         return term if self.share(term) > 0 else None
 
@@ -44,13 +48,13 @@ class Terms:
         """Branches supervised at a stage. [B, N] bool"""
         if stage == 1 or self.stages == "all":
             return depth >= stage
-        return depth == stage  # intermediate stages lend hidden states alone
+        return depth == stage  # intermediate stages only pass on own states
 
 
 class UnrollResult(NamedTuple):
-    """Sums of one micro-batch; the loss is already divided by the weights of the whole optimiser step.
+    """Loss and sums of one micro-batch. The loss is already divided by the weights of the whole optimiser step.
 
-    A tuple, because DeepSpeed looks for the loss in tuples, lists and dicts alone: what it does before a backward pass hangs on it.
+    A tuple, because DeepSpeed prepares the backward pass only for losses in tuples, lists and dicts.
     """
 
     loss: Tensor
@@ -62,15 +66,18 @@ def masked(labels: Labels, branches: Tensor) -> Labels:
 
 
 def detached(state: DraftState) -> DraftState:
-    """The same state without its graph: no gradient reaches the stages before."""
+    """The state without its graph, so that no gradient flows into earlier stages."""
     own = None if state.own is None else tuple(KV(kv.keys.detach(), kv.values.detach()) for kv in state.own)
     return replace(state, hidden=state.hidden.detach(), own=own)
 
 
 class Unroll(nn.Module):
-    """N + 1 stages on every rank in every step; branches whose depth is reached leave the computation.
+    """The module that DeepSpeed wraps: N + 1 stages of a drafter, and their loss.
 
-    With `recompute`, of a stage only its own states and its output are kept for the backward pass.
+    Every rank runs all N + 1 stages in every step, so that collective operations match.
+    Branches leave the computation when their depth is reached, if `compact`.
+    `detach` stops gradients between stages.
+    With `recompute` only own states and output of a stage are kept for the backward pass; its layers run again.
     """
 
     def __init__(
@@ -110,16 +117,18 @@ class Unroll(nn.Module):
     def stage(self, state: DraftState, anchors: Tensor, choose: Choose) -> DraftStage:
         if not (self.recompute and torch.is_grad_enabled()):
             return self.drafter.stage(state, anchors, choose)
-        return checkpoint(
-            self.drafter.stage, state, anchors, choose, use_reentrant=False, preserve_rng_state=False
-        )  # nothing in it is random
+        # A stage is not random, so the state of the random generators need not be kept.
+        return checkpoint(self.drafter.stage, state, anchors, choose, use_reentrant=False, preserve_rng_state=False)
 
     def forward(self, batch: TextBatch, origins: Origins, totals: Tensor, progress: float) -> UnrollResult:
-        """`totals` [2] are the weights of the whole optimiser step, over micro-batches and ranks."""
+        """Loss and metrics of one micro-batch.
+
+        `totals` [2] are the sums of label weights, by term, over all micro-batches and ranks of the optimiser step.
+        `progress` in [0, 1] is passed to the drafter's loss.
+        """
         drafter, k = self.drafter, self.drafter.k
-        tokens = torch.cat(
-            [batch.tokens, batch.tokens[:, -1:]], dim=1
-        )  # the row that pairs with the token after the text is never seen
+        # Context needs one token more. Any id will do, since the row that pairs with it is never attended to.
+        tokens = torch.cat([batch.tokens, batch.tokens[:, -1:]], dim=1)
         state = drafter.begin(Context(tokens, batch.features, first=batch.first), origins.position)
         loss, sums = 0.0, {}
         for number in range(1, self.terms.depth_exposure + 2):
@@ -137,13 +146,13 @@ class Unroll(nn.Module):
                 state = detached(state)
             term = self.terms.of_stage(number)
             if term is None:
-                loss = loss + stage.hidden.sum() * 0  # keep every parameter in the graph on every rank
+                loss = loss + stage.hidden.sum() * 0  # every parameter is in the graph on every rank
                 continue
             labels = masked(labels_of(batch, position, number, k), self.terms.branches(number, depth))
             part = drafter.loss(stage, gather_at(batch.tokens, start), labels, progress, max_rows=self.max_rows)
             loss = loss + self.terms.share(term) * part.sum / totals[TERMS.index(term)].clamp(min=1e-9).to(part.sum)
             measured = {"weighted_loss": (part.sum.detach().float(), part.weight.float()), **part.metrics}
             sums = add_sums(sums, {f"{name}_{term}": pair for name, pair in measured.items()})
-            if number > 1:  # the last stage of some branches, told apart by how deep it is
+            if number > 1:  # metrics of the term "last" also by stage
                 sums = add_sums(sums, {f"{name}_stage_{number}": pair for name, pair in part.metrics.items()})
         return UnrollResult(loss, sums)

@@ -1,7 +1,10 @@
-"""What unrolling a chain drafter costs from sampled origins and from every position: FLOPs, memory and seconds of one training step.
+r"""Cost of one training step of a chain drafter unrolled from sampled origins or from every position.
 
-python tests/speed/chain_origins.py                                        # EAGLE-3 on SmolLM2's sizes: 4 stages of 7 passes over 256 tokens
-python tests/speed/chain_origins.py --hidden 4096 --intermediate 12288 --heads 32 --groups 8 --vocabulary 151936 --length 2048 --origins 256
+Prints FLOPs, memory and seconds. The default is EAGLE-3 at SmolLM2's sizes, 4 stages of 7 passes over 256 tokens:
+
+    python tests/speed/chain_origins.py
+    python tests/speed/chain_origins.py --hidden 4096 --intermediate 12288 --heads 32 --groups 8 \
+        --vocabulary 151936 --length 2048 --origins 256
 """
 
 import argparse
@@ -47,7 +50,7 @@ def main() -> None:
         print(" ".join(map(str, measure(wanted))))
         return
     rows = {}
-    for form in ("sampled", "all"):  # a process each, so that each has its own peak
+    for form in ("sampled", "all"):  # one process each, because ru_maxrss is the peak of a whole process
         result = subprocess.run([sys.executable, *sys.argv, "--form", form], capture_output=True, text=True, check=True)
         rows[form] = [float(number) for number in result.stdout.split()]
     print(f"{wanted.stages} stages x {wanted.k} passes over {wanted.length} tokens, forward and backward")
@@ -56,16 +59,18 @@ def main() -> None:
     )
     for form, (origins, flops, memory, seconds) in rows.items():
         print(
-            f"{form:8} {origins:8.0f} {flops / 1e9:10.1f} {flops / origins / 1e9:11.3f} {memory / 1e6:9.0f} {memory / origins / 1e6:11.2f} {seconds:8.2f}"
+            f"{form:8} {origins:8.0f} {flops / 1e9:10.1f} {flops / origins / 1e9:11.3f} "
+            f"{memory / 1e6:9.0f} {memory / origins / 1e6:11.2f} {seconds:8.2f}"
         )
     ratios = [every / some for every, some in zip(rows["all"], rows["sampled"], strict=True)]
     print(
-        f"all / sampled: {ratios[0]:.1f} x the origins, {ratios[1]:.1f} x the FLOPs, {ratios[2]:.1f} x the memory, {ratios[3]:.1f} x the time"
+        f"all / sampled: {ratios[0]:.1f} x the origins, {ratios[1]:.1f} x the FLOPs, {ratios[2]:.1f} x the memory, "
+        f"{ratios[3]:.1f} x the time"
     )
 
 
 def measure(wanted: argparse.Namespace) -> tuple[int, float, float, float]:
-    """Origins, FLOPs, bytes above what weights and data hold, seconds."""
+    """Number of origins, FLOPs, bytes by which the step raises the peak of the process's memory, and seconds."""
     unroll, batch = step_of(wanted)
     count = wanted.length - 1 if wanted.form == "all" else wanted.origins
     position = torch.linspace(1, wanted.length - 1, count).long()[None]
@@ -81,7 +86,7 @@ def measure(wanted: argparse.Namespace) -> tuple[int, float, float, float]:
 
 
 def step_of(wanted: argparse.Namespace) -> tuple[Unroll, TextBatch]:
-    """A drafter of random weights and one text, in bf16."""
+    """The unrolled step of a drafter with random weights, and a batch of one random text, in bf16."""
     torch.manual_seed(0)
     layer = LayerSizes(
         architecture="llama",

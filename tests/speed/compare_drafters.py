@@ -1,13 +1,20 @@
-"""Drafters compared, each with its own best k, threshold and cap: by replay, over plain decoding, the best single stage and one another, by set and category.
+"""Compare drafters by replay, each at its own best k, threshold and cap, by set and category.
 
-    python tests/speed/compare_drafters.py artifacts/runs/gain --drafters base=artifacts/runs/eagle3-base/drafter loop=starter:eagle3_smollm2_135m_loop --sets benchmarks=artifacts/runs/benchmarks
+    python tests/speed/compare_drafters.py artifacts/runs/gain \\
+        --drafters base=artifacts/runs/eagle3-base/drafter loop=starter:eagle3_smollm2_135m_loop \\
+        --sets benchmarks=artifacts/runs/benchmarks
 
-The first run names the target and the settings; k, threshold and cap are chosen on its validation answers, and all is measured on its
-test answers and on those of the other runs. The best single stage is the best of all drafters and k. Intervals are 95 %, from a bootstrap
-that draws prompts, the same for both sides of a ratio. Cost tables are measured together and kept (--costs), so that a second start compares.
+Speeds are relative to plain decoding, to the best single stage and to the first drafter. The first run gives the
+target and the settings. k, threshold and cap are chosen on its validation answers; all speeds are computed on its
+validation and test answers and on the test answers of the other runs. The best single stage is the best of all
+drafters and k.
+
+Intervals are 95 %, from a bootstrap over prompts with the same draws for both sides of a ratio. Cost tables are
+measured together and can be kept (--costs), so that results of a second start are comparable.
 """
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +41,7 @@ from dloop_train.targets.target import Target
 
 THRESHOLDS = (-0.1, -0.25, -0.5, -0.75, -1.0, -1.5, -2.0, -3.0)
 MOST_TOKENS = 16
-"""Tokens of a round's draft, at most: gates are capped at as many stages as fit."""
+"""Largest number of drafted tokens in a round; gates are capped at the number of stages that fit."""
 DRAWS = 2000
 
 
@@ -68,7 +75,8 @@ def main() -> None:
     best = max(drafters.values(), key=lambda drafter: drafter.single_speed)
     for label, responses in sets.items():
         print(
-            f"\n{label}: {len(responses)} answers, {sum(len(one.response_ids) for one in responses)} tokens; the best single stage is {best.label}'s, k = {best.single}"
+            f"\n{label}: {len(responses)} answers, {sum(len(one.response_ids) for one in responses)} tokens; "
+            f"the best single stage is {best.label}'s, k = {best.single}"
         )
         print(table(compare(list(drafters.values()), best, responses)), flush=True)
     for drafter in drafters.values():
@@ -90,7 +98,7 @@ def answers(config: Config, split: str, most: int) -> list[Response]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A gate and the tokens of its stages."""
+    """A gate and k, the number of tokens per stage."""
 
     k: int
     gate: Gate
@@ -100,7 +108,7 @@ class Choice:
 
 
 class Compared:
-    """One drafter: its replays at every k, and what validation chooses for it."""
+    """One drafter: its replays at every k, and the k, threshold and cap chosen on validation answers."""
 
     def __init__(self, target: Target, config: Config, label: str, folder: Path, ks: Sequence[int]):
         self.target, self.config, self.label, self.ks = target, config, label, sorted(ks)
@@ -115,7 +123,7 @@ class Compared:
         return repr((self.loaded[k].shape, k))
 
     def replays(self, responses: list[Response]) -> dict[int, list[Replay]]:
-        """Of every response, by k; a chain is drafted once for all of them."""
+        """Replays of every response, by k; a chain drafter is replayed once for all k."""
         key = tuple(map(text_of, responses))
         if key not in self.known:
             found: dict[int, list[Replay]] = {k: [] for k in self.ks}
@@ -148,7 +156,7 @@ class Compared:
         }
 
     def choose(self, records: dict[int, list[Replay]]) -> None:
-        """On validation answers: the tokens of the best single stage, and k, threshold and cap of the best gate."""
+        """Choose the k of the best single stage, and k, threshold and cap of the best gate, by predicted speed."""
         singles = {k: simulated(records[k], Never(), self.costs[k])["tokens_per_second"] for k in self.ks}
         self.single = max(singles, key=singles.__getitem__)
         self.single_speed = singles[self.single]
@@ -178,7 +186,7 @@ class Compared:
 
 
 def caps(k: int) -> list[int]:
-    """Stages of a round, at most: 2 and more, as far as MOST_TOKENS go."""
+    """Caps on the stages per round that are tried: 2 and more, with at most MOST_TOKENS drafted tokens."""
     return [cap for cap in (2, 3, 4, 6, 8, 12, 16) if cap * k <= MOST_TOKENS]
 
 
@@ -186,12 +194,12 @@ BEYOND: dict[tuple, list[int]] = {}
 
 
 def text_of(response: Response) -> tuple:
-    """What an answer is known by: two sets may hold the same prompt, answered at other lengths."""
+    """Key of an answer; it includes the tokens, since two sets may have answers of different length to one prompt."""
     return response.id, *response.response_ids
 
 
 def beyond_of(target: Target, response: Response, count: int) -> list[int]:
-    """So many tokens of the target's own behind a response, decoded once for all drafters."""
+    """The next `count` tokens of the target after a response, decoded once for all drafters."""
     text = text_of(response)
     if text not in BEYOND:
         BEYOND[text] = continuation(target, response.prompt_ids, response.response_ids, count)
@@ -199,7 +207,10 @@ def beyond_of(target: Target, response: Response, count: int) -> list[int]:
 
 
 def measure(target: Target, drafters: dict[str, Compared], responses: list[Response], path: Path | None) -> None:
-    """Cost tables of all drafters and k, together, so that they compare; drafters that differ in weights alone share them."""
+    """Measure the cost tables of all drafters and k together, so that they are comparable, or read them from `path`.
+
+    Drafters that differ only in weights share a table.
+    """
     shapes = {
         drafter.shape(k): (drafter.loaded[k], min(3, MOST_TOKENS // k))
         for drafter in drafters.values()
@@ -219,7 +230,10 @@ def measure(target: Target, drafters: dict[str, Compared], responses: list[Respo
 
 
 def compare(drafters: list[Compared], best: Compared, responses: list[Response]) -> list[dict[str, str]]:
-    """A row for all answers, for each category, and for answers by how much a verification of the best single stage gives, of every drafter."""
+    """Rows of the table: for every drafter one for all answers, one per category, and one per interval of tau.
+
+    The tau of an answer is that of the best single stage.
+    """
     first, rows = drafters[0], []
     single, plain = best.rows(responses, Choice(best.single, Never())), plain_rows(responses, first.costs[first.ks[0]])
     gated = {drafter.label: drafter.rows(responses, drafter.choice) for drafter in drafters}
@@ -257,7 +271,7 @@ TAUS = (0.0, 2.0, 2.5, 3.0, 99.0)
 
 
 def groups_of(responses: list[Response], single: list[dict]) -> dict[str, list[int]]:
-    """Numbers of all answers, of each category's, and of those whose tau under the single stage is in each interval."""
+    """Indices of all answers, of those of each category, and of those with single-stage tau in each interval."""
     taus, everyone = statistics.tau_by_response(single), list(range(len(responses)))
     categories = {
         name: [n for n in everyone if responses[n].category == name]
@@ -265,7 +279,7 @@ def groups_of(responses: list[Response], single: list[dict]) -> dict[str, list[i
     }
     bands = {
         f"tau {low:g} to {high:g}" if high < 99 else f"tau over {low:g}": [n for n in everyone if low <= taus[n] < high]
-        for low, high in zip(TAUS, TAUS[1:], strict=False)
+        for low, high in itertools.pairwise(TAUS)
     }
     return (
         {"all": everyone}
@@ -275,12 +289,14 @@ def groups_of(responses: list[Response], single: list[dict]) -> dict[str, list[i
 
 
 def described(drafter: Compared) -> str:
-    """What was chosen, and what rounds cost."""
+    """Text with the chosen settings and the costs of the parts of a round."""
     costs = drafter.costs[drafter.choice.k]
     verified = ", ".join(f"{tokens} {seconds / costs.plain:.2f}" for tokens, seconds in sorted(costs.verify.items()))
     return (
-        f"{drafter.label}: single stage k = {drafter.single}; gate {drafter.choice}. Costs in plain steps of {1000 * costs.plain:.1f} ms: a stage "
-        f"{costs.draft_first / costs.plain:.3f}, a further one {costs.draft_more / costs.plain:.3f}, a gate {costs.gate / costs.plain:.3f}, "
+        f"{drafter.label}: single stage k = {drafter.single}; gate {drafter.choice}. "
+        f"Costs in plain steps of {1000 * costs.plain:.1f} ms: a stage "
+        f"{costs.draft_first / costs.plain:.3f}, a further one {costs.draft_more / costs.plain:.3f}, "
+        f"a gate {costs.gate / costs.plain:.3f}, "
         f"the rest {costs.overhead / costs.plain:.3f}, verifying {verified}"
     )
 

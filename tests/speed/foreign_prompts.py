@@ -1,9 +1,10 @@
-"""A prompt file of first user turns from benchmark files, for replay on prompts that are foreign to a training.
+"""Write a prompt file of the first user turns of benchmark files, for replay on other prompts.
 
-    python tests/speed/foreign_prompts.py benchmarks.jsonl --count 64 gsm8k.jsonl alpaca.jsonl humaneval.jsonl mt-bench.jsonl
+    python tests/speed/foreign_prompts.py benchmarks.jsonl --count 64 \\
+        gsm8k.jsonl alpaca.jsonl humaneval.jsonl mt-bench.jsonl
 
-Rows of the benchmark files are {"turns": [...]}; a file's name becomes the category of its prompts. All are of the test split but for one
-training prompt, which a run needs.
+Rows of the benchmark files are {"turns": [...]}; a file's name becomes the category of its prompts. All prompts are in
+the test split, except for one training prompt, which every run needs.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""What the loop gains, by replay: over plain decoding, a single stage and the gate at several thresholds, for several k, and by category.
+"""Predicted speed by replay with one stage, the gate and the oracle, for several k, by category.
 
     python tests/speed/loop_gain.py artifacts/runs/quickstart-eagle3 --drafters starter:eagle3_smollm2_135m --k 2 3 4
 
-Any run's folder will do: its target, its greedy answers (validation and test) and its drafter's settings are used. Drafters that differ
-in weights alone share a cost table, measured here, so that they differ in what they draft alone.
+Speeds are relative to plain decoding; the gate is simulated at several thresholds. The folder may be that of any run:
+its target, its greedy answers (validation and test) and its drafter's settings are used. Drafters that differ only in
+weights share a cost table, which is measured here, so that only their drafts make a difference.
 """
 
 import argparse
@@ -62,7 +63,8 @@ def main() -> None:
             )
             rows += rows_of(folder.name, k, responses, records, costs[shape], config.gate.max_stages)
     print(
-        f"{len(responses)} responses, {sum(len(one.response_ids) for one in responses)} tokens; speed over plain decoding, tau in brackets"
+        f"{len(responses)} responses, {sum(len(one.response_ids) for one in responses)} tokens; "
+        "speed over plain decoding, tau in brackets"
     )
     print(table(rows))
     for shape, found in costs.items():
@@ -70,15 +72,17 @@ def main() -> None:
             f"{tokens} tokens {seconds / found.plain:.3f}" for tokens, seconds in sorted(found.verify.items())
         )
         print(
-            f"{shape}: in plain decoding's steps of {1000 * found.plain:.1f} ms a first stage {found.draft_first / found.plain:.3f}, a further one "
-            f"{found.draft_more / found.plain:.3f}, a gate {found.gate / found.plain:.3f}, verifying {verified}, the rest {found.overhead / found.plain:.3f}"
+            f"{shape}: in plain decoding's steps of {1000 * found.plain:.1f} ms "
+            f"a first stage {found.draft_first / found.plain:.3f}, a further one "
+            f"{found.draft_more / found.plain:.3f}, a gate {found.gate / found.plain:.3f}, "
+            f"verifying {verified}, the rest {found.overhead / found.plain:.3f}"
         )
 
 
 def rows_of(
     name: str, k: int, responses: list[Response], records: list[Replay], costs: Costs, max_stages: int
 ) -> list[dict[str, str]]:
-    """A row for all responses, and one a category."""
+    """One row for all responses, and one per category."""
     categories = sorted({one.category for one in responses})
     groups = {"all": records} | {
         category: [record for one, record in zip(responses, records, strict=True) if one.category == category]

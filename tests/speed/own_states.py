@@ -1,7 +1,9 @@
-"""Which form of own states suits a block drafter: tokens accepted from stage 2 where stage 1 was accepted whole, form by form.
+"""Compare the forms of own states of a block drafter by the tokens that stage 2 adds.
 
-python tests/speed/own_states.py artifacts/runs/quickstart-dflash                     # the drafter that the run started from
-python tests/speed/own_states.py artifacts/runs/quickstart-dflash <drafter folder>    # another one, for example base-trained
+    python tests/speed/own_states.py artifacts/runs/quickstart-dflash                   # the run's initial drafter
+    python tests/speed/own_states.py artifacts/runs/quickstart-dflash <drafter folder>  # for example base-trained
+
+For each form it prints the tokens accepted from stage 2 at positions where stage 1 was accepted completely.
 """
 
 import sys
@@ -59,7 +61,8 @@ def main(run: Path, drafter: str | None) -> None:
             )
             second = next_stage_tokens(records)
             print(
-                f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens at {second['positions']} positions; "
+                f"{state:12} {slot:4}  stage 2 adds {second['tokens']:.2f} of {looped.k} tokens "
+                f"at {second['positions']} positions; "
                 f"S = 1 tau {tau_of([walk_gate(record, Never()) for record in records]):.2f}"
             )
 

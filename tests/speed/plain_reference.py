@@ -1,4 +1,4 @@
-"""A plain reference: the same loop-aware loss with every stage run by all branches, all logits held at once, and one dense mask."""
+"""A plain reference of the loop-aware loss: all branches in every stage, all logits, one dense mask."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -20,7 +20,7 @@ from dloop_train.types import KV, Context, Labels
 
 
 class PlainUnroll(nn.Module):
-    """Unroll without compaction, without chunks and with the target's logits at every position."""
+    """Unroll without dropping finished branches, without chunks, and with the target's logits at every position."""
 
     def __init__(self, drafter: Drafter, terms: Terms):
         super().__init__()
@@ -67,14 +67,14 @@ class PlainUnroll(nn.Module):
 
 
 def compares(drafter: Drafter) -> bool:
-    """Whether the loss compares with the target's distribution."""
+    """Whether the loss uses the target's distribution."""
     return isinstance(drafter, (ChainDrafter, DSpark))
 
 
 def slot_losses(
     drafter: Drafter, said: Tensor, meant: Tensor | None, labels: Labels, confidence: Tensor | None
 ) -> Tensor:
-    """Each family's loss of every slot. [B, N, k, V] -> [B, N, k]"""
+    """Loss of every slot, by family. [B, N, k, V] -> [B, N, k]"""
     said = said.float()
     if isinstance(drafter, ChainDrafter):
         return -(torch.softmax(meant.float(), -1) * torch.log_softmax(said, -1)).sum(-1)
@@ -93,7 +93,10 @@ def slot_losses(
 
 @contextmanager
 def dense_attention():
-    """All branches of a sequence in one row of queries, over the context and all own states in one row of keys, under one mask of their product."""
+    """Replace loop_attention by `dense`: one attention over all branches of a sequence.
+
+    Queries of all branches are one row, context and own states of all branches one row of keys, with one dense mask.
+    """
     with mock.patch.object(layers, "loop_attention", dense):
         yield
 
@@ -150,7 +153,10 @@ def dense(
 
 
 def plain_bytes(drafter: Drafter, batch: TextBatch, origins: Origins, terms: Terms) -> float:
-    """What the reference holds of logits (with their softmax, and the teacher's, in fp32) and masks; the graph comes on top."""
+    """Bytes of logits and masks that the reference holds; the rest of the graph is not counted.
+
+    Logits include their softmax in fp32 and, if the loss uses them, the target's logits.
+    """
     branches, stages, flops = origins.depth.numel(), terms.depth_exposure + 1, drafter.flops()
     rows = branches * drafter.k * stages
     logits = rows * draft_vocabulary(drafter) * (16 if compares(drafter) else 8)

@@ -1,9 +1,14 @@
-"""The step of the speculators package (0.9.0), where it is installed: its own models and losses on the same sizes, texts and features.
+"""The training step of the speculators package (0.9.0), if installed, for comparison on equal data.
 
-What differs from ours at S = 1: it packs the sequences into one document-masked row; weights stay in fp32 and compute in bf16
-under autocast; block drafters compare with the target's argmax or distribution, of which it makes the logits of all slots
-(ours are cross-entropy with the text's tokens); EAGLE-3 drafts from every position, not from sampled origins; anchors are
-drawn anew in every step; DFlash's alignment is always fill-in unless it samples from the anchor.
+Models and losses are the package's own; sizes, texts and features are ours. Differences from our step at S = 1:
+
+- It packs the sequences into one row with a document mask.
+- Weights stay in fp32 and compute in bf16 under autocast.
+- Block drafters are compared with the target's argmax or distribution, for which the target's logits of all slots are
+  computed. Ours have cross-entropy with the text's tokens.
+- EAGLE-3 drafts from every position, not from sampled origins.
+- Anchors are drawn again in every step.
+- DFlash's alignment is fill-in unless it samples from the anchor.
 """
 
 import contextlib
@@ -14,11 +19,14 @@ import torch
 from torch import Tensor
 
 FAMILIES = ("dflash", "eagle3")
-INSTALL = "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 openai 'loguru<=0.7.3' pydantic-settings python-dotenv"
+INSTALL = (
+    "pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 openai 'loguru<=0.7.3' "
+    "pydantic-settings python-dotenv"
+)
 
 
 def why_not(family: str) -> str | None:
-    """The reason why there is nothing to compare with."""
+    """The reason why the package cannot be compared for a family; None if it can."""
     if family not in FAMILIES:
         return f"the package is compared for {', '.join(FAMILIES)}"
     return f"not installed ({INSTALL})" if importlib.util.find_spec("speculators") is None else None
@@ -54,7 +62,7 @@ class SpeculatorsStep:
 
     @property
     def origins(self) -> int:
-        """Blocks or positions that it drafts from."""
+        """Number of blocks or positions that it drafts from."""
         return int(self.inputs["loss_mask"].sum()) if self.bench.family == "eagle3" else self.call["max_anchors"]
 
 
@@ -111,7 +119,7 @@ def eagle3(bench):
 
 
 def with_head(model, bench):
-    """The target's embedding and head in place of the not-a-numbers that the package starts with."""
+    """Copy the target's embedding and head into a model; the package initialises them with NaN."""
     head, rows = bench.drafter.head, model.draft_vocab_size
     with torch.no_grad():
         model.embed_tokens.weight.copy_(head.embed_weight)
@@ -121,7 +129,10 @@ def with_head(model, bench):
 
 
 def packed(bench, *, shifted: bool) -> dict[str, Tensor]:
-    """All sequences behind each other; a chain pairs a feature with the next token (shift_batch of the package)."""
+    """All sequences in one row.
+
+    `shifted`, for chains, pairs a feature with the next token as the package's shift_batch does.
+    """
     batch, cut = bench.batch, slice(1, None) if shifted else slice(None)
     count, length = batch.tokens[:, cut].shape
     device = batch.tokens.device

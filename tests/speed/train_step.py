@@ -1,12 +1,16 @@
-"""One training step at sizes of your choice: time, memory, FLOPs and share of ideal at S = 1 and unrolled, beside a plain reference and other trainers.
+"""Benchmark of a training step: time, memory and FLOPs, against a plain reference and speculators.
 
-    python tests/speed/train_step.py                                              # every family at SmolLM2-135M's size, float32
-    python tests/speed/train_step.py --target qwen3_8b --length 4096 --origins 512 --sequences 1 --loss-rows 1024 --precision bfloat16 --drafter dflash,dspark,eagle3
+    python tests/speed/train_step.py                      # every family at SmolLM2-135M's size, float32
+    python tests/speed/train_step.py --target qwen3_8b --length 4096 --origins 512 --sequences 1 \\
+        --loss-rows 1024 --precision bfloat16 --drafter dflash,dspark,eagle3
 
-A step is forward, backward and torch's AdamW, without DeepSpeed (whose cost is the same for all that is compared). Texts and
-features are random: no weights are needed, and the target's own work is not in the step. Times are medians over rounds in
-which the ways, and large products for the ideal, take turns in one process. Memory is that of live tensors: what is there before a step, and the most that a
-step adds (on CUDA the allocator's, on a CPU operator by operator: other processes and the allocator blur neither).
+The step is measured with one stage (S = 1) and unrolled. It consists of forward, backward and torch's AdamW, without
+DeepSpeed, whose cost is the same for everything compared. Texts and features are random, so no weights are needed and
+the target's forward pass is not part of the step.
+
+Times are medians over rounds in which the compared steps, and large matrix products for the ideal, take turns in one
+process. Memory counts live tensors: those that exist before a step, and the most that a step adds. It is measured by
+the allocator on CUDA and operator by operator on a CPU, so that other processes do not affect it.
 """
 
 import argparse
@@ -77,7 +81,7 @@ class Bench:
     drafter: Drafter
     batch: TextBatch
     masters: list[Tensor] = field(default_factory=list)
-    """fp32 copies of bf16 weights, which the optimiser moves; as DeepSpeed has them."""
+    """fp32 master copies of bf16 weights, which the optimiser updates, as in DeepSpeed."""
 
     def __post_init__(self):
         self.trained = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
@@ -103,7 +107,7 @@ class Bench:
         self.optimiser.zero_grad(set_to_none=True)
 
     def held(self) -> int:
-        """Bytes between two steps."""
+        """Bytes of the tensors that exist between two steps."""
         state = [tensor for states in self.optimiser.state.values() for tensor in states.values()]
         head = [self.drafter.head.embed_weight, self.drafter.head.lm_head_weight]
         return distinct_bytes(
@@ -116,7 +120,7 @@ def distinct_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def composed(family: str, wanted: argparse.Namespace) -> Config:
-    """The settings of a pair, or of a drafter from scratch where there is none."""
+    """Settings of the pair, or of a drafter from scratch if there is no pair."""
     paired = (CONF / "pair" / f"{family}_{wanted.target}.yaml").is_file()
     alone = (
         []
@@ -140,7 +144,7 @@ def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
     spec, taps = spec_of(config.target, random_config(config.target)), artifacts.taps(config)
     shape = config.drafter.shape_unread(spec, taps) or replace(config.drafter, init="scratch").shape(
         spec, taps
-    )  # of starters the sizes from scratch
+    )  # None for starters; the sizes from scratch are used then
     torch.manual_seed(0)
     with torch.device(default_device() if wanted.device == "auto" else wanted.device):
         embed, lm_head = (torch.randn(spec.vocab_size, spec.hidden_size, dtype=dtype) * 0.02 for _ in range(2))
@@ -172,25 +176,25 @@ def make_bench(family: str, wanted: argparse.Namespace) -> Bench:
     return Bench(family, wanted, spec, drafter, collate(samples))
 
 
-# Ways to make a step
+# Implementations of a step
 
 
 @dataclass
 class Way:
-    """One way to make a step, and what was measured of it."""
+    """One implementation of a step, and its measurements."""
 
     name: str
     loss: Callable[[], Tensor]
     update: Callable[[], None]
     held: Callable[[], int]
-    """Bytes between two steps."""
+    """Bytes of the tensors that exist between two steps."""
     origins: int
     cost: StepCost | None = None
     seconds: list[float] = field(default_factory=list)
     value: float = 0.0
-    """The loss with the weights of the start."""
+    """Loss with the initial weights."""
     peak: float = 0.0
-    """Bytes."""
+    """Largest number of bytes in live tensors during a step."""
 
     @property
     def median(self) -> float:
@@ -230,7 +234,10 @@ def unrolled(
 
 
 def ways_of(bench: Bench) -> tuple[list[Way], list[str]]:
-    """What is compared for a family, and why something is not. A way called `<kind> N=3` has the loss of `N=3`."""
+    """The implementations compared for a family, and reasons for those left out.
+
+    One called `<kind> N=3` has the same loss as `N=3`.
+    """
     wanted, drafter = bench.wanted, bench.drafter
 
     def unroll(depth: int, **how: bool) -> Unroll:
@@ -281,7 +288,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def measure(ways: Sequence[Way], steps: int, device: torch.device, precision: str) -> float:
-    """Loss, peak and times of the ways; returns the FLOP/s of large products, measured in the same rounds. The first step warms up."""
+    """Measure loss, peak memory and times of the ways; the first step of each warms up.
+
+    Returns the FLOP/s of large matrix products, measured in the same rounds.
+    """
     rates = [measure_rate(precision, seconds=0.1)]
     for way in ways:
         with torch.no_grad():
@@ -343,7 +353,7 @@ def way_rows(bench: Bench, ways: Sequence[Way], rate: float) -> list[list[str]]:
 
 
 def line(cells: Sequence[str]) -> str:
-    """A row of the first table, which is printed as it grows."""
+    """One aligned row of the first table, which is printed row by row."""
     return "  ".join(
         [
             cells[0].ljust(13),
@@ -384,7 +394,8 @@ def main(words: Sequence[str] | None = None) -> None:
     device = default_device() if wanted.device == "auto" else torch.device(wanted.device)
     print(f"python tests/speed/train_step.py {' '.join(words if words is not None else sys.argv[1:])}".rstrip())
     print(
-        f"{wanted.sequences} sequences x {wanted.origins} origins x {wanted.length} tokens, {wanted.target}'s sizes, {wanted.precision} on {device.type} "
+        f"{wanted.sequences} sequences x {wanted.origins} origins x {wanted.length} tokens, "
+        f"{wanted.target}'s sizes, {wanted.precision} on {device.type} "
         f"({torch.get_num_threads()} threads); medians of {wanted.steps} steps; ideal are large products in between"
     )
     print(

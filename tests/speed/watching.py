@@ -1,4 +1,4 @@
-"""Watching: a mode that adds up the FLOPs of products and the bytes that are alive, operator by operator, which no other process blurs."""
+"""Watching: a dispatch mode that counts FLOPs of matrix products and bytes of live tensors."""
 
 import weakref
 
@@ -9,10 +9,10 @@ from torch.utils.flop_counter import flop_registry
 
 
 class Watching(TorchDispatchMode):
-    """Storages born inside the mode are alive from the operator that made them until their last reference goes.
+    """Counts storages made inside the mode from the operator that made them until their last reference is dropped.
 
-    What an operator allocates and frees within itself is not seen. torch's own FlopCounterMode counts the same products, but
-    not where a gradient is taken inside a forward.
+    The counts are not affected by other processes. Memory that an operator allocates and frees internally is not
+    counted. torch's own FlopCounterMode counts the same products, except where a gradient is taken inside a forward.
     """
 
     def __init__(self):

@@ -9,7 +9,7 @@ R  rows picked out of [B, N, k]
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 

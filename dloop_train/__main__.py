@@ -9,6 +9,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from dloop_train import __version__
 from dloop_train.config import CONF, Config, from_hydra
 from dloop_train.ranks import say
 from dloop_train.runs import write_atomic
@@ -19,7 +20,15 @@ REQUIRED = ("drafter", "target")
 
 def main() -> None:
     """Entry point of `python -m dloop_train` and of the console script."""
-    require_choices(sys.argv[1:])
+    if "--version" in sys.argv[1:]:
+        print(f"dloop_train {__version__}")
+        return
+    missing = missing_choices(sys.argv[1:])
+    if missing and {"--help", "-h"} & set(sys.argv[1:]):  # Hydra composes before it helps, and cannot without them
+        print(usage(missing))
+        return
+    if missing:
+        sys.exit(usage(missing))
     arguments = [as_set_or_add(argument) for argument in sys.argv[1:]]
     if "dry_run=true" in (argument.lower() for argument in arguments):  # a dry run: Hydra must not write files either
         arguments += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
@@ -71,34 +80,31 @@ def run_phases(config: Config) -> None:
         say(f"{name}: {time.perf_counter() - started:.1f} s")
 
 
-def require_choices(arguments: list[str]) -> None:
-    """Exit with the options if a required group (drafter, target) was not chosen."""
-    if {"--help", "-h", "--hydra-help", "--version"} & set(arguments) or any(
-        re.match(r"\+?experiment=", argument) for argument in arguments
-    ):
-        return
-    if any(argument in ("-cn", "--config-name") for argument in arguments):
-        return
-    missing = [
-        f"choose a {group}: +{group}=<{'|'.join(options(group))}>"
-        for group in REQUIRED
-        if not any(re.match(rf"'?\+?{group}=", argument) for argument in arguments)
-    ]
-    if missing:
-        sys.exit(
-            "\n".join(
-                [
-                    *missing,
-                    f"or a whole experiment: +experiment=<{'|'.join(options('experiment'))}>",
-                    "for example: python -m dloop_train +drafter=dflash +target=smollm2_135m",
-                    "add dry_run=true to see what a run would do, --help for all settings",
-                ]
-            )
-        )
+def missing_choices(arguments: list[str]) -> list[str]:
+    """The required groups (drafter, target) that the arguments do not choose from; an experiment chooses from both."""
+    if any(re.match(r"\+?experiment=", argument) for argument in arguments):
+        return []
+    if {"-cn", "--config-name", "--hydra-help"} & set(arguments):
+        return []
+    return [group for group in REQUIRED if not any(re.match(rf"'?\+?{group}=", one) for one in arguments)]
+
+
+def usage(missing: list[str]) -> str:
+    """The options of the groups that are still to be chosen from, and examples."""
+    return "\n".join(
+        [
+            *(f"choose a {group}: +{group}=<{'|'.join(options(group))}>" for group in missing),
+            f"or a whole experiment: +experiment=<{'|'.join(options('experiment'))}>",
+            "for example: python -m dloop_train +drafter=dflash +target=smollm2_135m",
+            "add dry_run=true to see what a run would do, --help for all settings",
+        ]
+    )
 
 
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    """Names of a group's YAML files, without the random models that the tests use."""
+    names = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return [name for name in names if not name.startswith("tiny_")]
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def tell_killed(phase: str, failures: list[ProcessFailure]) -> None:
         return
     text = (
         f"{phase}: a rank on {socket.gethostname()} was ended by {ended[0].signal_name()}; "
-        "the same command goes on from what is on disk"
+        "the same command resumes from what is on disk"
     )
     if ended[0].exitcode == -signal.SIGKILL:
         write_atomic(Path(os.environ[FAILURE]), f"{text}. Look whether the memory of the machine was used up\n")

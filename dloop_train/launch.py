@@ -118,8 +118,8 @@ def start_ranks(config: Config, phase: str, *, alone: bool = False) -> None:
         raise ValueError(error)
     check(
         code in (0, STOPPED),
-        f"{phase}: the ranks ended with exit code {code}; what was printed above says more. "
-        f"The same command goes on from what is on disk",
+        f"{phase}: the ranks ended with exit code {code}; see the output above. "
+        f"The same command resumes from what is on disk",
     )
 
 

@@ -79,7 +79,7 @@ def load(
     check(
         threshold is not None or (section or {}).get("threshold") is not None,
         f"{folder}/config.json names no threshold in a dloop section: it is not loop-aware. "
-        "Pass threshold= to loop it all the same",
+        "Pass threshold= to loop it anyway",
     )
     section = section or {}
     drafter = (

@@ -55,7 +55,7 @@ class Stopping:
 
     def on_end(self, number: int, frame) -> None:
         RANKS.end()
-        say(f"dloop_train: {self.phase}: ended by signal {number}; the same command goes on from what is on disk")
+        say(f"dloop_train: {self.phase}: ended by signal {number}; the same command resumes from what is on disk")
         os._exit(128 + number)
 
     def leave(self) -> None:
@@ -64,6 +64,6 @@ class Stopping:
         A file that is not yet renamed to its final name does not count as written.
         """
         (self.folder / STOP).unlink(missing_ok=True)
-        say(f"dloop_train: {self.phase}: stopped as asked; the same command goes on from what is on disk")
+        say(f"dloop_train: {self.phase}: stopped as asked; the same command resumes from what is on disk")
         sys.stdout.flush()
         os._exit(STOPPED)

@@ -18,7 +18,7 @@ fi
 lint=0
 .venv/bin/python -m ruff check --quiet . || lint=$?
 .venv/bin/python -m ruff format --quiet --check . || lint=$?
-[[ $lint == 0 ]] || echo "test: ruff has complaints (above); the tests run all the same" >&2
+[[ $lint == 0 ]] || echo "test: ruff found problems (above); the tests run anyway" >&2
 tests=0
 .venv/bin/python -m pytest -q -n auto --maxprocesses=8 --dist loadfile -m "not slow and not gpu and not slurm" "$@" || tests=$?
 exit $((tests ? tests : lint))

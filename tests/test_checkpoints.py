@@ -86,7 +86,7 @@ def test_truncated_file_is_named(folder, tiny_target):
 def test_other_family_and_alignment_are_refused(folder, tiny_target):
     with pytest.raises(ValueError, match="family dflash"):
         load(folder, tiny_target, Eagle3Config())
-    with pytest.raises(ValueError, match="is shifted, drafter.alignment says fill_in"):
+    with pytest.raises(ValueError, match="is shifted, but drafter.alignment is fill_in"):
         load(folder, tiny_target, DFlashConfig(alignment="fill_in"))
 
 
@@ -179,7 +179,7 @@ def test_own_states_of_a_loop_aware_export_are_fixed_and_of_a_base_trained_one_f
     change_config(folder, dloop={"trained_depth_exposure": 0, "state": "context_norm", "slot": "own"})
     assert load(folder, tiny_target, raw).shape.state == "raw"
     change_config(folder, dloop={"trained_depth_exposure": 3, "state": "context_norm", "slot": "own"})
-    with pytest.raises(ValueError, match="trained with state=context_norm, drafter.state says raw"):
+    with pytest.raises(ValueError, match="trained with state=context_norm, but drafter.state is raw"):
         load(folder, tiny_target, raw)
 
 
@@ -345,7 +345,7 @@ def test_a_config_that_says_it_otherwise_reads_the_same(variant, change, tiny_ta
         (
             "dflash-fill_in",
             with_keys(num_key_value_heads=3),
-            "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+            "num_attention_heads 4 is not a multiple of num_key_value_heads 3",
         ),
         ("dflash-fill_in", with_keys(head_dim=7), "of head_dim 7 they would turn 7"),
         ("dflash-fill_in", with_keys(block_size=1), "no token to draft"),
@@ -354,7 +354,7 @@ def test_a_config_that_says_it_otherwise_reads_the_same(variant, change, tiny_ta
         ("dflash-fill_in", with_keys(projector_type="mystery"), "of 0 known layouts"),
         ("dflash-sliding", with_keys(sliding_window=0), "sliding_window must be positive"),
         ("dflash-sliding", with_keys(sliding_window=None), "no sliding_window"),
-        ("dflash-shifted", with_keys(sample_from_anchor=False), "is fill_in, drafter.alignment says shifted"),
+        ("dflash-shifted", with_keys(sample_from_anchor=False), "is fill_in, but drafter.alignment is shifted"),
         ("dflash-shifted", with_keys(architectures=None), "of 0 known layouts"),
         *(
             (variant, without(key), f"config.json has no .*{key}")
@@ -383,9 +383,9 @@ def test_a_config_that_says_it_otherwise_reads_the_same(variant, change, tiny_ta
         ("domino-shifted", with_keys(emb_dim=24), "emb_dim twice"),
         ("domino-shifted", with_keys(num_draft_tokens=2), "num_draft_tokens twice"),
         ("domino-shifted", within("dflash_config", shift_label=None), "no shift_label"),
-        ("domino-shifted", within("dflash_config", shift_label=False), "is fill_in, drafter.alignment says shifted"),
+        ("domino-shifted", within("dflash_config", shift_label=False), "is fill_in, but drafter.alignment is shifted"),
         ("domino-fill_in", with_keys(use_bias_gate=True), "use_bias_gate"),
-        ("dspark-vanilla", with_keys(sample_from_anchor=False), "is fill_in, drafter.alignment says shifted"),
+        ("dspark-vanilla", with_keys(sample_from_anchor=False), "is fill_in, but drafter.alignment is shifted"),
         ("dspark-vanilla", with_keys(markov_head_type="mystery"), "'mystery' is not supported"),
         ("dspark-vanilla", with_keys(dspark_config={"markov_rank": 7}), "markov_rank twice"),
         ("dspark-vanilla", with_keys(markov_rank=0), "of 0 known layouts"),

@@ -167,7 +167,7 @@ def test_what_the_hub_says_is_passed_on_with_the_way_out(load, way_out, errors, 
     for kind, (text, shown) in itertools.product(errors, (("no such thing\nand more", "no such thing"), ("", ""))):
         error = kind(text)
         with pytest.raises(
-            ConnectionError, match=rf"could not be had from the hub \({kind.__name__}: {shown}\).*{way_out}"
+            ConnectionError, match=rf"could not be loaded from the hub \({kind.__name__}: {shown}\).*{way_out}"
         ):
             load()
     error = KeyError("ours")

@@ -69,7 +69,7 @@ def test_prompts_without_an_answer_are_left_out_and_counted(tmp_path):
         ('{"id": "a", "response_ids": [1]}\n', "prompt_ids or prompt_sha256"),
         ("", "holds no answer"),
         ('{"id": "a", "prompt_ids": [1], "response_ids": []}\n', "expected id, response_ids"),
-        ('{"id": "a", "prompt_ids": [1], "response_ids": [1]}\n' * 2, "answers.jsonl:2: id 'a' stands twice"),
+        ('{"id": "a", "prompt_ids": [1], "response_ids": [1]}\n' * 2, "answers.jsonl:2: id 'a' appears twice"),
     ],
 )
 def test_faults_of_a_file_are_named(tmp_path, text, says):

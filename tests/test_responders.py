@@ -213,7 +213,7 @@ def test_a_server_without_ids_is_read_by_its_text(server, tmp_path, capfd):
     own = texts(config)
     assert all(response == own[identity] for identity, response in found.items())
     assert all("\ufffd" in response.text for identity, response in own.items() if identity not in found)
-    assert facts["left_out_for"] == {"its text says other ids than were sampled": 12 - len(found)} and facts[
+    assert facts["left_out_for"] == {"its text encodes to other ids than were sampled": 12 - len(found)} and facts[
         "left_out"
     ] == 12 - len(found)
     assert "returns no token ids" in capfd.readouterr().err

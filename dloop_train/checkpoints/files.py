@@ -90,7 +90,7 @@ def weight_files(folder: Path, prefix: str = "") -> list[Path]:
     check(isinstance(places, dict), f"{index} has no weight_map; fetch it again")
     files = sorted({file for name, file in places.items() if name.startswith(prefix)})
     missing = [name for name in files if not (folder / name).is_file()]
-    check(not missing, f"{index} names {missing}, which are not there; the download is incomplete")
+    check(not missing, f"{index} names {missing}, which do not exist; the download is incomplete")
     return [folder / name for name in files]
 
 
@@ -111,7 +111,8 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
     """Load a torch.save file of named tensors. Code in the pickle is never executed."""
     check(
         zipfile.is_zipfile(path),
-        f"{path} ({path.stat().st_size} bytes) is no file of torch.save; it may be truncated, fetch it again",
+        f"{path} ({path.stat().st_size} bytes) is not a file written by torch.save; "
+        "it may be truncated, fetch it again",
     )
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
@@ -196,7 +197,7 @@ def require_alignment(shape: DrafterShape, settings: DrafterConfig, folder: Path
     wanted, found = settings.alignment, shape.alignment
     check(
         wanted in ("", found),
-        f"{folder} is {found}, drafter.alignment says {wanted}; "
+        f"{folder} is {found}, but drafter.alignment is {wanted}; "
         f"the wrong one only costs acceptance, so set it to {found}",
     )
 
@@ -325,7 +326,7 @@ def check_export(
     for name, tensor in drafter.state_dict().items():
         check(
             torch.equal(again.state_dict()[name], tensor.to(again.state_dict()[name].dtype)),
-            f"{folder}: {name} did not come back as it was written",
+            f"{folder}: {name} differs after being read back",
         )
 
 

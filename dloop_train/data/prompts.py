@@ -71,7 +71,7 @@ class Prompts:
         """All prompts up to the limit. Ids are checked to be unique."""
         prompts, seen, trained = [], set(), 0
         for prompt in self.rows():
-            check(prompt.id not in seen, f"prompts {self.name}: id {prompt.id!r} stands twice")
+            check(prompt.id not in seen, f"prompts {self.name}: id {prompt.id!r} appears twice")
             seen.add(prompt.id)
             if prompt.split == "train":
                 if self.limit and trained >= self.limit:
@@ -178,7 +178,7 @@ class PerfectBlend(Prompts):
         except (OSError, HTTPError, DatasetsError) as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConnectionError(
-                f"prompts {self.path} could not be had from the hub ({cause}). Download its parquet files and pass "
+                f"prompts {self.path} could not be loaded from the hub ({cause}). Download its parquet files and pass "
                 f"prompts.path=<folder>, use prompts=jsonl prompts.path=<file>, or prompts=builtin"
             ) from error
 

@@ -13,7 +13,7 @@ def parting_gap(target: Target, prompt: list[int], plain: list[int], text: list[
     """
     where = next((at for at, (one, other) in enumerate(zip(plain, text, strict=False)) if one != other), None)
     if where is None:
-        assert len(plain) == len(text), "one text ends within the other: decoding lost something"
+        assert len(plain) == len(text), "one text is a prefix of the other: decoding lost tokens"
         return None
     logits = target.read(
         torch.tensor([[*prompt, *plain[:where]]], device=target.device), logits=slice(-1, None)

@@ -169,7 +169,7 @@ class DrafterConfig:
         check(self.draft_vocab_size >= 0, f"drafter.draft_vocab_size must not be negative, got {self.draft_vocab_size}")
         check(
             not self.draft_vocab_size or bool(self.reduced_format),
-            f"drafter.draft_vocab_size: no public layout of {self.family} can say which tokens a draft vocabulary "
+            f"drafter.draft_vocab_size: no public layout of {self.family} can record which tokens a draft vocabulary "
             "keeps; leave it out",
         )
 

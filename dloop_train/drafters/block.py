@@ -100,7 +100,7 @@ class BlockConfig(DrafterConfig):
         check(self.slot in ("own", "next"), f"drafter.slot must be own or next, got {self.slot!r}")
         check(
             not self.backbone or self.init in ("", "scratch"),
-            f"drafter.backbone is for drafters from scratch, drafter.init says {self.init}; leave one of them out",
+            f"drafter.backbone is for drafters from scratch, drafter.init says {self.init}; omit one of them",
         )
         check(
             self.alignment in ALIGNMENTS, f"drafter.alignment is required: one of {ALIGNMENTS}, got {self.alignment!r}"

@@ -37,7 +37,7 @@ class DFlashConfig(BlockConfig):
         self.format = self.format or FORMATS[self.alignment]
         check(
             self.format == FORMATS[self.alignment],
-            f"DFlash files say their alignment by their layout: drafter.alignment={self.alignment} is "
+            f"the layout of a DFlash file fixes its alignment: drafter.alignment={self.alignment} is "
             f"{FORMATS[self.alignment]}, got drafter.format={self.format!r}",
         )
 

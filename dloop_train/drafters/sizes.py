@@ -84,7 +84,7 @@ class LayerSizes:
     def __post_init__(self):
         check(
             self.num_attention_heads % self.num_key_value_heads == 0,
-            f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
+            f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
             f"{self.num_key_value_heads}",
         )
         check(

@@ -383,7 +383,7 @@ def require_few(refused: list[Refusal], of: float, responder: Remote) -> None:
             f"{len(refused)} prompts were refused, "
             f"which is more than responder.max_refused={responder.max_refused} allows:\n  "
             + "\n  ".join(f"{count} x {reason}" for reason, count in reasons)
-            + "\nWhat was answered is kept. Mend the cause and run the same command again, "
+            + "\nThe answers so far are kept. Remove the cause and run the same command again, "
             "or raise responder.max_refused"
         )
 

@@ -63,7 +63,7 @@ def run(config: Config) -> None:
     require_source(config)
     start_ranks(config, "train")
     if not finished(config):
-        say("train: stopped as asked; the same command goes on from the checkpoint")
+        say("train: stopped as asked; the same command resumes from the checkpoint")
         sys.exit(STOPPED)
 
 

@@ -253,7 +253,7 @@ class Reader:
             )
         ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         if self.tokenizer.decode(ids, skip_special_tokens=False) != choice["text"] or UNREADABLE in choice["text"]:
-            raise Refused("its text says other ids than were sampled")
+            raise Refused("its text encodes to other ids than were sampled")
         return ids
 
 

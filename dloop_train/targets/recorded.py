@@ -71,7 +71,7 @@ def read_recorded(path: Path) -> dict[str, tuple[str, np.ndarray]]:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
             row = parsed(line, where)
-            check(row["id"] not in found, f"{where}: id {row['id']!r} stands twice")
+            check(row["id"] not in found, f"{where}: id {row['id']!r} appears twice")
             digest = row["prompt_sha256"] if "prompt_sha256" in row else prompt_digest(row["prompt_ids"])
             found[row["id"]] = digest, np.array(row["response_ids"], dtype=np.int32)
     check(bool(found), f"{path} holds no answer")

@@ -145,13 +145,13 @@ def require_known(config: TargetConfig, model_config) -> None:
     architecture = model_config.get_text_config().model_type
     if architecture not in ARCHITECTURES:
         raise ValueError(
-            f"target {config.name} is a {architecture}, whose caches nobody has taught dloop_train to roll back; "
+            f"target {config.name} is a {architecture}, whose caches dloop_train cannot roll back; "
             f"it knows {sorted(ARCHITECTURES)}"
         )
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(
             f"target {config.name} is quantised, "
-            f"and its hidden states would not be those that the drafter meets elsewhere; "
+            f"and its hidden states would differ from those of other engines; "
             f"choose the bf16 weights that it was made from"
         )
 
@@ -224,7 +224,7 @@ def download(repository: str, revision: str) -> Path:
         # Unknown model, no access rights, no network, a broken connection or a full disk.
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConnectionError(
-            f"{repository}@{revision} could not be had from the hub ({cause}). "
+            f"{repository}@{revision} could not be loaded from the hub ({cause}). "
             f"Download it elsewhere and pass target.source=folder target.path=<folder>, "
             f"set HF_HOME to a cache that has it, "
             f"or try the framework with +target=smollm2_135m, which comes from a Python package"

@@ -234,7 +234,7 @@ class Trainer:
         if self.train_state.skipped:
             say(
                 f"train: {self.train_state.skipped} of {self.step} steps were skipped, since a loss or gradient was "
-                f"not finite; their samples stand in {self.run_folder / SKIPPED}"
+                f"not finite; their samples are in {self.run_folder / SKIPPED}"
             )
         if self.best is not None and self.best.step == 0 and self.step > 0:
             say(

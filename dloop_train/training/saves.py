@@ -163,7 +163,7 @@ class Checkpoints:
         check(
             (self.folder / tag).is_dir(),
             f"{self.folder / POINTER} names {tag}, which is not there; "
-            f"bring it back, or delete {self.folder} to start anew",
+            f"restore it, or delete {self.folder} to start anew",
         )
         path, state = engine.load_checkpoint(str(self.folder), tag=tag)
         check(

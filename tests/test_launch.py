@@ -20,9 +20,9 @@ from dloop_train.agent import tell_killed
 from dloop_train.config import LaunchConfig
 from dloop_train.launch import (
     World,
-    apart,
     command,
     free_port,
+    in_separate_ranks,
     launcher_of,
     outside_allocation,
     ranks_of_node,
@@ -69,11 +69,15 @@ def test_who_takes_part(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_NNODES", "1")
     assert (
         launcher_of(LaunchConfig()) == "torchrun"
-        and not apart(config_of(tmp_path))
+        and not in_separate_ranks(config_of(tmp_path))
         and not outside_allocation(LaunchConfig())
     )
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert launcher_of(LaunchConfig()) == "srun" and apart(config_of(tmp_path)) and outside_allocation(LaunchConfig())
+    assert (
+        launcher_of(LaunchConfig()) == "srun"
+        and in_separate_ranks(config_of(tmp_path))
+        and outside_allocation(LaunchConfig())
+    )
 
 
 @pytest.mark.parametrize("phase", ["generate", "cache", "evaluate"])

@@ -353,7 +353,7 @@ def test_chunks_with_their_gradients_equal_one_pass():
 
 @pytest.mark.parametrize(
     "mixture",
-    [{"hard": 1.0}, {"soft": 1.0}, {"hard": 0.1, "apart": 1.8}, {"hard": 0.3, "soft": 0.5, "apart": 0.2}],
+    [{"hard": 1.0}, {"soft": 1.0}, {"hard": 0.1, "variation": 1.8}, {"hard": 0.3, "soft": 0.5, "variation": 0.2}],
     ids=str,
 )
 def test_row_losses_and_their_gradient_equal_autograds(mixture):
@@ -367,10 +367,10 @@ def test_row_losses_and_their_gradient_equal_autograds(mixture):
     expected = (
         mixture.get("hard", 0) * -said.log()[torch.arange(5), tokens]
         - mixture.get("soft", 0) * (meant * said.log()).sum(-1)
-        + mixture.get("apart", 0) * distance
+        + mixture.get("variation", 0) * distance
     )
     torch.testing.assert_close(losses, expected)
-    if "apart" in mixture:
+    if "variation" in mixture:
         torch.testing.assert_close(apart, distance.detach())
     (losses * scale).sum().backward()
     (expected * scale).sum().backward()

@@ -66,9 +66,7 @@ class DominoConfig(BlockConfig):
             f"drafter.num_draft_tokens is {self.num_draft_tokens}, "
             f"a block of {looped.width} slots drafts at most {most}",
         )
-        return replace(
-            super().with_loop_settings(shape), num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens
-        )
+        return replace(looped, num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens)
 
     def as_exported(self, section: dict) -> "DominoConfig":
         return replace(super().as_exported(section), num_draft_tokens=0)

@@ -146,13 +146,13 @@ def require_known(config: TargetConfig, model_config) -> None:
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"target {config.name} is a {architecture}, whose caches dloop_train cannot roll back; "
-            f"it knows {sorted(ARCHITECTURES)}"
+            f"supported are {sorted(ARCHITECTURES)}"
         )
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(
             f"target {config.name} is quantised, "
-            f"and its hidden states would differ from those of other engines; "
-            f"choose the bf16 weights that it was made from"
+            f"and its hidden states differ from those of its bf16 weights; "
+            f"use these weights"
         )
 
 

@@ -32,7 +32,7 @@ from dloop_train.targets.head import TargetHead
 from dloop_train.targets.sources import read_head_tensors
 from dloop_train.types import Context
 
-GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
+GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parent / "golden"))
 FOLDERS = sorted(path.parent for path in GOLDEN.glob("*/io.json"))
 
 

@@ -267,6 +267,7 @@ def folders_of_readme() -> list[str]:
 
 def test_readme_names_every_folder_and_no_other():
     files = [*MODULES, *YAMLS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").glob("*.md")]
+    files += (ROOT / "tests" / "golden").glob("*.md")
     files += [file for folder in ("data", "launchers") for file in (ROOT / folder).rglob("*") if file.is_file()]
     folders = {
         "/".join(file.relative_to(ROOT).parts[:-1][:2]) + "/" for file in files if "__pycache__" not in file.parts

@@ -28,7 +28,7 @@ from dloop_train.types import FeatureSpec
 TINY = sorted(path.stem for path in (CONF / "target").glob("tiny_*.yaml"))
 REAL = {"qwen3_14b": 14_768_307_200, "qwen35_9b": 8_953_803_264, "gemma4_12b": 11_907_350_272}
 """Published numbers of parameters of the text models."""
-GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
+GOLDEN = Path(os.environ.get("DLOOP_GOLDEN", Path(__file__).parent / "golden"))
 
 
 def config_of(name: str, **changes) -> TargetConfig:

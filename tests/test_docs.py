@@ -97,6 +97,13 @@ def test_pages_keep_their_lengths(page):
     assert not [line for line in prose.splitlines() if len(line) > (100 if readme else 120)]
 
 
+def test_every_page_is_in_the_site():
+    """mkdocs build --strict checks the links; it only warns of pages that are not in the navigation."""
+    named = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    index = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert sorted(named) == sorted({*index, "index.md"}) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
 def test_the_settings_page_is_the_dataclasses():
     """python docs/make_settings.py writes it."""
     spec = importlib.util.spec_from_file_location("make_settings", ROOT / "docs" / "make_settings.py")

@@ -450,9 +450,9 @@ PLUGINS = ("drafter", "prompts", "gate", "rule", "responder")
 
 def build(node: DictConfig | dict, kind: type[T] = object, where: str = "") -> T:
     """Turn a config node into a checked dataclass: `kind` itself, or the subclass that `_target_` names."""
-    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    values: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     named = values.pop("_target_", None)
-    cls = get_class(named) if named else kind
+    cls: Any = get_class(named) if named else kind
     if not issubclass(cls, kind):
         raise TypeError(f"{where or named}: {cls.__qualname__} is not a {kind.__qualname__}")
     try:
@@ -469,7 +469,7 @@ def option(group: str, name: str) -> dict:
         path.is_file(),
         f"there is no {group} {name!r}; choose one of {sorted(file.stem for file in path.parent.glob('*.yaml'))}",
     )
-    values = OmegaConf.to_container(OmegaConf.load(path))
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
     values.pop("defaults", None)
     return values
 
@@ -494,7 +494,8 @@ def require_init(tree: DictConfig) -> None:
     """Raise ValueError if neither a pair's YAML nor the user sets drafter.init."""
     if tree["drafter"].get("init"):
         return
-    drafter, target = get_class(tree["drafter"]["_target_"]), tree["target"]["name"]
+    drafter: Any = get_class(tree["drafter"]["_target_"])
+    target = tree["target"]["name"]
     files = {
         name: CONF / "pair" / f"{drafter.family}_{name}.yaml"
         for name in sorted(file.stem for file in (CONF / "target").glob("*.yaml"))

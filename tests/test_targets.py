@@ -419,7 +419,8 @@ def test_unknown_architectures_are_refused():
     for load in (load_spec, load_target):
         with pytest.raises(
             ValueError,
-            match=r"is a gpt2.*it knows \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3', 'qwen3_5_text'\]",
+            match=r"is a gpt2.*supported are \['gemma4_text', 'gemma4_unified_text', 'llama', 'qwen3', "
+            r"'qwen3_5_text'\]",
         ):
             load(config)
 
@@ -427,7 +428,7 @@ def test_unknown_architectures_are_refused():
 def test_quantised_targets_are_refused(tmp_path):
     settings = config_of("tiny_llama").config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="is quantised.*choose the bf16 weights"):
+    with pytest.raises(ValueError, match="is quantised.*use these weights"):
         load_target(config_of("tiny_llama", source="folder", path=str(tmp_path)))
 
 

@@ -121,9 +121,9 @@ def test_a_reduced_drafter_that_has_decoded_is_trained(variant, taught_target):
 @pytest.mark.parametrize(
     "family, settings, says",
     [
-        ("domino", {"alignment": "fill_in"}, "no public layout of domino can say"),
-        ("mtp", {}, "no public layout of mtp can say"),
-        ("mtp_assistant", {}, "no public layout of mtp_assistant can say"),
+        ("domino", {"alignment": "fill_in"}, "no public layout of domino can record"),
+        ("mtp", {}, "no public layout of mtp can record"),
+        ("mtp_assistant", {}, "no public layout of mtp_assistant can record"),
         ("eagle3", {"format": "deepspec_eagle3"}, "the layout deepspec_eagle3 has neither"),
         ("dflash", {"alignment": "shifted", "draft_vocab_size": -1}, "must not be negative"),
         ("eagle3", {"outside": "some"}, "must be skip or train"),

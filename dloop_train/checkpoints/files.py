@@ -210,7 +210,7 @@ def looped_as(shape: DrafterShape, settings: DrafterConfig, config: dict, folder
     looped, section = settings.with_loop_settings(shape), config.get(SECTION) or {}
     for name in ("state", "slot") if section.get("trained_depth_exposure") else ():
         found, wanted = section.get(name), getattr(looped, name)
-        check(found in (None, wanted), f"{folder} was trained with {name}={found}, drafter.{name} says {wanted}")
+        check(found in (None, wanted), f"{folder} was trained with {name}={found}, but drafter.{name} is {wanted}")
     return looped
 
 
@@ -364,8 +364,9 @@ def create_drafter(
             settings,
             frequent_ids(Counter(), replace(own, draft_vocab_size=settings.draft_vocab_size), target.stop_ids),
         )
-    if getattr(drafter.shape, "width", None) != getattr(own, "width", None):
-        say(f"{folder}: a block of {own.width} slots, looped with drafter.width={drafter.shape.width}")
+    trained, looped = (getattr(shape, "width", None) for shape in (own, drafter.shape))
+    if trained != looped:
+        say(f"{folder}: a block of {trained} slots, looped with drafter.width={looped}")
     return drafter
 
 

@@ -84,7 +84,10 @@ def packed(batch: TextBatch) -> TextBatch:
     first = starts.repeat_interleave(torch.tensor(lengths))[None].to(batch.tokens.device)
     return TextBatch(
         batch.ids,
-        *(joined(rows) for rows in (batch.tokens, batch.loss_mask, batch.features, batch.last_hidden)),
+        joined(batch.tokens),
+        joined(batch.loss_mask),
+        joined(batch.features),
+        joined(batch.last_hidden),
         lengths,
         first,
     )

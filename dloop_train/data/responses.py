@@ -59,22 +59,22 @@ class Rows(Sequence[T]):
         self.path, self.kind = path, kind
         beside = index_file(path)
         # [n, 2 or 3] int64: offset of the line in bytes, and the number of ids in each list
-        self.index = np.load(beside) if beside.is_file() else scan(path, kind)
-        assert self.index.shape[1] == 1 + len(id_lists(kind))
+        self.offsets = np.load(beside) if beside.is_file() else scan(path, kind)
+        assert self.offsets.shape[1] == 1 + len(id_lists(kind))
 
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, prompt plus response. [n]"""
-        return self.index[:, 1:].sum(1)
+        return self.offsets[:, 1:].sum(1)
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.offsets)
 
     def __getitem__(self, at):
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(len(self)))]
         with open(self.path, "rb") as file:
-            file.seek(self.index[at, 0])
+            file.seek(self.offsets[at, 0])
             return self.kind(**json.loads(file.readline()))
 
     def __iter__(self) -> Iterator[T]:

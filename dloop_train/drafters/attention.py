@@ -266,7 +266,8 @@ def tiles(queries: Tensor) -> dict[str, int] | None:
     size = queries.shape[-1]
     if not queries.is_cuda or size <= 128:
         return None
-    if size <= 256 and torch.cuda.get_device_properties(queries.device).shared_memory_per_block_optin >= 160 * 2**10:
+    properties: Any = torch.cuda.get_device_properties(queries.device)  # torch's stubs lack the field
+    if size <= 256 and properties.shared_memory_per_block_optin >= 160 * 2**10:
         return None
     side = 32 if size * queries.element_size() <= 512 else 16
     return {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "bwd_num_stages": 1} | {

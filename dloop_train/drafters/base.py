@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -203,11 +203,11 @@ class DrafterConfig:
         """Settings that an export must store in its dloop section, since no public key has them."""
         return {}
 
-    def drafting(self, k: int) -> "DrafterConfig":
+    def drafting(self, k: int) -> Self:
         """The same drafter with k tokens per stage."""
         raise NotImplementedError
 
-    def as_exported(self, section: dict) -> "DrafterConfig":
+    def as_exported(self, section: dict) -> Self:
         """These settings, changed to those in the dloop section of an export's config.json.
 
         The section has the export's tokens per stage and form of own states.

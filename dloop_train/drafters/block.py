@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +120,10 @@ class BlockConfig(DrafterConfig):
     def with_loop_settings(self, shape: BlockShape) -> BlockShape:
         return replace(shape, state=self.state, slot=self.slot, width=self.width or shape.width)
 
-    def drafting(self, k: int) -> "BlockConfig":
+    def drafting(self, k: int) -> Self:
         return replace(self, width=k + (self.alignment == "fill_in"))
 
-    def as_exported(self, section: dict) -> "BlockConfig":
+    def as_exported(self, section: dict) -> Self:
         # Without loop-aware training the export's form of own states was not trained, and these settings apply.
         trained = {
             name: section[name]

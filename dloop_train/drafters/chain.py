@@ -1,6 +1,7 @@
 """Chain drafters: each pass reads a token and a hidden state and drafts one token; k passes a stage."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,10 +47,10 @@ class ChainConfig(DrafterConfig):
         check(self.tokens_per_stage >= 1, f"drafter.tokens_per_stage must be positive, got {self.tokens_per_stage}")
         check(0 < self.decay <= 1, f"drafter.decay must be in (0, 1], got {self.decay}")
 
-    def drafting(self, k: int) -> "ChainConfig":
+    def drafting(self, k: int) -> Self:
         return replace(self, tokens_per_stage=k)
 
-    def as_exported(self, section: dict) -> "ChainConfig":
+    def as_exported(self, section: dict) -> Self:
         return replace(self, tokens_per_stage=section.get("tokens_per_stage", self.tokens_per_stage))
 
 

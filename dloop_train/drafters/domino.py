@@ -1,6 +1,7 @@
 """Domino: DFlash's backbone plus a GRU over the drafted tokens that corrects each slot's logits."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ class DominoConfig(BlockConfig):
         )
         return replace(looped, num_draft_tokens=self.num_draft_tokens or shape.num_draft_tokens)
 
-    def as_exported(self, section: dict) -> "DominoConfig":
+    def as_exported(self, section: dict) -> Self:
         return replace(super().as_exported(section), num_draft_tokens=0)
 
     def shape(self, target: TargetSpec, taps: list[int]) -> DominoShape:

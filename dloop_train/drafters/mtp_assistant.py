@@ -1,6 +1,7 @@
 """MTP assistant: Gemma 4's chain drafter, whose queries attend to the target's keys and values."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class AssistantConfig(ChainConfig):
     def section(self) -> dict:
         return {"draft_position": self.draft_position}
 
-    def as_exported(self, section: dict) -> "AssistantConfig":
+    def as_exported(self, section: dict) -> Self:
         return replace(super().as_exported(section), draft_position=section.get("draft_position", self.draft_position))
 
     def shape(self, target: TargetSpec, taps: list[int]) -> AssistantShape:

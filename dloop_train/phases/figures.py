@@ -328,9 +328,9 @@ def plain_axes(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(PLAIN)
     axes.tick_params(colors=INK, labelsize=9.5)
-    axes.xaxis.label.set_size(10)
-    axes.yaxis.label.set_size(10)
-    axes.title.set_size(10.5)
+    axes.xaxis.label.set_fontsize(10)
+    axes.yaxis.label.set_fontsize(10)
+    axes.title.set_fontsize(10.5)
     axes.title.set_fontweight("bold")
 
 

@@ -469,7 +469,7 @@ def busyness(report: dict) -> str:
     if again:
         signs.append(f"{again} of {report['run']['prompts']} prompts were decoded twice")
     return (
-        f"the machine was busy: {'; '.join(signs)}. Speeds are of usual times; the column clock has the clock's own"
+        f"the machine was busy: {'; '.join(signs)}. Speeds are of usual times; the column clock has measured times"
         if signs
         else ""
     )

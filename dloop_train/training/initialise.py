@@ -63,14 +63,14 @@ def copy_layer(ours: DecoderLayer, theirs: nn.Module, centre: float) -> None:
         copy_gain(getattr(ours.self_attn, name, None), getattr(theirs.self_attn, name, None), centre)
     # The norm before the MLP is called pre_feedforward_layernorm in layers whose post_attention_layernorm is applied
     # to the attention's output, and post_attention_layernorm in all others.
-    before_mlp = [
+    our_norm, their_norm = (
         layer.pre_feedforward_layernorm
         if hasattr(layer, "pre_feedforward_layernorm")
         else layer.post_attention_layernorm
         for layer in (ours, theirs)
-    ]
+    )
     copy_gain(ours.input_layernorm, theirs.input_layernorm, centre)
-    copy_gain(*before_mlp, centre)
+    copy_gain(our_norm, their_norm, centre)
     if ours.sandwich and hasattr(theirs, "pre_feedforward_layernorm"):
         copy_gain(ours.post_attention_layernorm, theirs.post_attention_layernorm, centre)
         copy_gain(ours.post_feedforward_layernorm, theirs.post_feedforward_layernorm, centre)

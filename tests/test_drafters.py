@@ -584,7 +584,7 @@ def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_no
     w, shape = drafter.state_dict(), drafter.shape
     embedded, width = embedded_by_hand(drafter, tokens), shape.target_hidden_size
     (groups, size, _), _ = shape.shared_kv
-    lent = [part.view(-1, groups, size)[:origin] for part in features[:, :-width].chunk(4, dim=-1)]
+    target_kv = [part.view(-1, groups, size)[:origin] for part in features[:, :-width].chunk(4, dim=-1)]
     fed, at, out = (
         features[origin - 1, -width:],
         torch.tensor([(origin - 1 if drafter.position == "last_kv" else origin) + shift]),
@@ -596,7 +596,7 @@ def plain_assistant_stages(drafter, tokens, features, origin, count, *, other_no
             layer = f"layers.{index}"
             normed = rms(rows, sizes.rms_norm_eps, gain(w, f"{layer}.input_layernorm", sizes))
             seen = (origin - 1 - torch.arange(origin) < (sizes.window or origin))[None]
-            keys = lent[:2] if sizes.window is not None else lent[2:]
+            keys = target_kv[:2] if sizes.window is not None else target_kv[2:]
             rows = finished(w, layer, sizes, rows, mix(w, f"{layer}.self_attn", sizes, normed, at, *keys, seen))
         out.append(rows[0])
         normed = rows[0] if other_norm else rms(rows[0], shape.layers[0].rms_norm_eps, gain(w, "norm", shape.layers[0]))

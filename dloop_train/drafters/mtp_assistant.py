@@ -47,11 +47,11 @@ class AssistantShape(ChainShape):
         return tuple(layer.rope for layer in self.readers)
 
     def expected_fields(self, target: TargetSpec, taps) -> dict:
-        lent = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)
+        target_kv = tuple((shared.groups, shared.size, shared.window) for shared in target.shared_kv)
         turned = tuple(
             read_rope(target.text_config, FULL if shared.window is None else SLIDING) for shared in target.shared_kv
         )
-        return super().expected_fields(target, ()) | {"shared_kv": lent, "ropes": turned}
+        return super().expected_fields(target, ()) | {"shared_kv": target_kv, "ropes": turned}
 
 
 @dataclass(kw_only=True)
@@ -201,10 +201,12 @@ class Assistant(ChainDrafter):
 
         The projected features are the target's last hidden state, after its final norm.
         """
-        *lent, hidden = context.features.split(self.row_parts(), dim=-1)
+        *target_kv, hidden = context.features.split(self.row_parts(), dim=-1)
         rows = [
             part.unflatten(-1, (groups, size))
-            for part, (groups, size, _) in zip(lent, (kv for kv in self.shape.shared_kv for _ in range(2)), strict=True)
+            for part, (groups, size, _) in zip(
+                target_kv, (kv for kv in self.shape.shared_kv for _ in range(2)), strict=True
+            )
         ]
         return (KV(rows[0], rows[1]), KV(rows[2], rows[3])), hidden
 
@@ -220,9 +222,9 @@ class Assistant(ChainDrafter):
         start = state.origin - state.first
         places = RotaryPositions((start - 1 if self.position == "last_kv" else start)[..., None])  # [B, N, 1]
         for layer, sizes in zip(self.layers, self.shape.layers, strict=True):
-            lent = state.context[1 if sizes.window is None else 0]
+            target_kv = state.context[1 if sizes.window is None else 0]
             rows = layer.finish(
-                rows, layer.self_attn(layer.input_layernorm(rows), places, lent, None, state.context_mask)
+                rows, layer.self_attn(layer.input_layernorm(rows), places, target_kv, None, state.context_mask)
             )
         return rows[:, :, 0], None
 

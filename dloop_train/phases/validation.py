@@ -59,8 +59,8 @@ class Validator:
             )
         self.stages = max(config.train.depth_exposure + 1, 2)
         self.beyond: Beyond = {}
-        self.lent = target is not None and target.dtype == as_dtype(config.train.precision)
-        self.target = target if self.lent else None
+        self.shares_target = target is not None and target.dtype == as_dtype(config.train.precision)
+        self.target = target if self.shares_target else None
 
     def __call__(self, step: int, drafter: Drafter) -> Validation:
         if not self.responses:
@@ -75,7 +75,7 @@ class Validator:
         row |= self.losses(drafter) | gate_scores(records)
         drafter.train(training)
         seconds = time.perf_counter() - started
-        if not self.lent:
+        if not self.shares_target:
             self.target.model.to("cpu")  # between validations training needs the memory
         untrained = step == 0 and self.config.drafter.init == "scratch"  # no candidate for the best checkpoint
         return Validation(row | {"seconds": seconds}, None if untrained else score, seconds)
@@ -84,7 +84,7 @@ class Validator:
         """Load the target if necessary and move it to the device. It stays there only if training uses it too."""
         if self.target is None:
             self.target = load_target(self.config.target, dtype=self.config.train.precision, device=device)
-        if not self.lent:
+        if not self.shares_target:
             self.target.model.to(device)
 
     def costs(self, drafter: Drafter) -> Costs:
